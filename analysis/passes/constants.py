@@ -1,4 +1,4 @@
-"""Constants: values whose elements all are one known number, and images that are filled with one.
+"""Constants: values with one known number as every element, and images that are filled with one.
 
 A constant of the image's size (``x.new_zeros(x.shape)``, ``torch.ones(1, 1, height, width)``, a slice of one of these) is never stored at
 full size: ``sft.constant_image`` creates a strip of it where one is read. So channels of zeros that are joined to an image, and a tensor of
@@ -34,7 +34,7 @@ _SELECTIONS = frozenset({*EXPANDS, *PERMUTES, *RESHAPES, "aten.slice.Tensor", "a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A value whose elements are all one number.
+    """A value with the same number as every element.
 
     Attributes:
         value: the number; symbolic if it depends on the image's size.

@@ -48,6 +48,6 @@ class OperatorRun:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The values of which each tile or band owns rows: results, and operands of reductions, whose rows count once."""
+        """The values of which each tile or band owns rows: results, and operands of reductions, of which each row counts once."""
         reduced = (operand for name in self.names if self.rows[name].role == "reduce" for operand in self.operands(name))
         return tuple(dict.fromkeys((*self.results, *reduced)))

@@ -40,7 +40,7 @@ FULL_SWEEP = SweepStart(first=0, complete=0)
 
 
 def sweep_start(schedule: StripSchedule | TileSchedule, known_rows: Mapping[str, int]) -> SweepStart:
-    """Start of a sweep whose results need no rows above the given ones.
+    """Start of a sweep of which no result needs rows above the known ones.
 
     Args:
         schedule: the strips; their operators are streamed, without reductions.

@@ -23,7 +23,7 @@ import torch
 
 import sft
 from sft.common.byte_units import format_bytes
-from sft.common.distributions import installed_version
+from sft.common.installation import installed_version
 
 __all__ = [
     "Deadline",

@@ -1,7 +1,7 @@
 """Memory limits of a compiled module: ``budget="auto"``, and the host memory that a plan may use where no option sets a limit.
 
 Both are read once, when the model is compiled, so that every later plan of the module has the same limits. A part of the free memory is
-left: a tenth on the host, whose processes grow; a twentieth on a GPU, where a plan counts the allocator's rounding itself; and 256 MiB at
+left: a tenth on the host, where processes grow; a twentieth on a GPU, where a plan counts the allocator's rounding itself; and 256 MiB at
 least. An automatic budget is rounded down to five binary digits (9.5 GiB, 10 GiB, 10.5 GiB): small changes of the free memory then give the
 same budget, plan and bits.
 """

@@ -130,7 +130,7 @@ class PlanSearch:
         return fitted if recorded is None else min((recorded, fitted), key=self._estimated_seconds)
 
     def _may_record_passes(self, problem: PlanningProblem) -> bool:
-        """True if plans are searched for whose passes are recorded as CUDA graphs."""
+        """True if plans with passes that are recorded as CUDA graphs are searched for."""
         resources, settings = problem.resources, self.settings
         uses_host = bool(resources.from_source or resources.outputs_on_host or settings.options.weights != "resident")
         return bool(settings.options.cuda_graphs) and not uses_host and not settings.sharding

@@ -167,7 +167,7 @@ def _with(problem: PlanningProblem, **changes: object) -> PlanningProblem:
 
 
 def _trained_norms(model: nn.Module) -> list[nn.Module]:
-    """Norms whose running statistics are updated."""
+    """Norms with running statistics that are updated."""
     return [module for module in model.modules() if module.training and getattr(module, "running_mean", None) is not None]
 
 

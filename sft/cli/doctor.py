@@ -19,9 +19,8 @@ import sft
 from sft.api.compile import compile
 from sft.api.compiled_handle import of
 from sft.common.byte_units import format_bytes
-from sft.common.distributions import installed_version
 from sft.common.free_memory import FreeMemory, free_device_memory, free_host_memory
-from sft.common.installation import DISTRIBUTION, ENVIRONMENT_VARIABLES, install_command, unread_variables
+from sft.common.installation import DISTRIBUTION, ENVIRONMENT_VARIABLES, install_command, installed_version, unread_variables
 from sft.common.memory import measure_peak
 from sft.planner.measured.gpu_calibration import planning_model
 from sft.planner.options import Options

@@ -139,7 +139,7 @@ class TuneRequest:
         options: options of the plans that provide the programs.
         budget: budget of these plans.
         strip_rows: heights of forced strips. Each gives further programs, with the smaller tensors that plans for large images have.
-        plan: a plan made before, whose strips are measured.
+        plan: a plan made before; its strips are measured.
         folder: folder of the table; ``None`` for the one that ``backend="auto"`` reads.
         again: whether to measure known classes again.
         limit_seconds: time limit, planning included; another run continues the measurement.

@@ -1,4 +1,4 @@
-"""Installation of this package (version, pip command of optional libraries), and numbers in environment variables."""
+"""Installed distributions: their versions, the pip command of optional libraries, and numbers in environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from urllib.request import url2pathname
 
 from sft.common.errors import InputError
 
-__all__ = ["DISTRIBUTION", "ENVIRONMENT_VARIABLES", "clone_folder", "environment_number", "install_command", "unread_variables"]
+__all__ = [
+    "DISTRIBUTION",
+    "ENVIRONMENT_VARIABLES",
+    "clone_folder",
+    "environment_number",
+    "install_command",
+    "installed_version",
+    "unread_variables",
+]
 
 #: Name of the distribution; the name of the import is ``sft``.
 DISTRIBUTION = "sft-engine"
@@ -45,6 +53,21 @@ def environment_number(name: str, default: int, *, least: int) -> int:
 def unread_variables() -> list[str]:
     """Environment variables that begin as those of this package and are none of them, such as misspelt ones."""
     return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in ENVIRONMENT_VARIABLES)
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution; ``None`` if it is not installed.
+
+    That of torch names its build, as in ``2.11.0+cu130``. The metadata of the package index's wheels do not.
+    """
+    if distribution == "torch":
+        import torch  # not needed for the commands in messages, which come before torch is imported
+
+        return str(torch.__version__)
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def install_command(extras: str) -> str:

@@ -3,7 +3,7 @@
 A name is written on a command line or in a configuration: ``timm:NAME``, ``torchvision:NAME``, ``package.module:callable``, or a bare
 ``NAME``, which is looked up in both libraries. Importing a package and calling a factory run foreign code; any exception that it raises
 becomes an `InputError` that quotes the name and says where to change it. A name on a command line is the caller's own, and may be any
-callable. A name in a configuration is possibly somebody else's (`sft.common.untrusted.trusted_code`).
+callable. A name in a configuration is possibly that of another author (`sft.common.untrusted.trusted_code`).
 
 *The missing operators.* torchvision's compiled part is built for one build of torch and does not load with another. Importing the rest, and
 timm with it, then fails because two operators are undeclared that no convolutional network calls (pytorch/vision#9085). Declaring their

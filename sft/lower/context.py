@@ -212,6 +212,10 @@ class SegmentInfo:
         """Element type in which the gradient of a value is accumulated; its own type for a single contribution."""
         return self.dtype_of(name) if name in self.single_grads else grad_dtype_of(self.graph, self.streamed, name)
 
+    def sink_dtype(self, name: str) -> torch.dtype:
+        """Element type in which a sink receives gradients: for a cut that of its gradient, for an input the input's."""
+        return self.grad_dtype(name) if self.graph[name].kind == "operator" else self.dtype_of(name)
+
 
 @dataclass
 class NodeContext:

@@ -219,7 +219,7 @@ def _accumulated(product: Instruction, index: int, target: Slot) -> list[Instruc
 def add_patch_gradient(total: Tensor, grad: Tensor, image: Tensor) -> None:
     """Add the weight gradient of a convolution of adjacent patches (kernel and stride equal, no padding) to ``total``.
 
-    The patches and the gradient are copied as matrices, whose product is added in place.
+    The patches and the gradient are copied as matrices, and their product is added in place.
     """
     axes = range(2, image.dim())
     patches = image

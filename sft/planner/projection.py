@@ -22,6 +22,7 @@ from sft.lower.program import Port, Program
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
+from sft.planner.resources import Resources
 from sft.runtime.analytic_profile import ProgramRuns, SweepProfiles
 from sft.runtime.liveness import Segment
 from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, Residuals, ValueBindings
@@ -196,6 +197,10 @@ class Projection:
     staging_bytes: int = 0
     records_passes: bool = False
     multiplies: bool = True
+
+    def fits(self, resources: Resources, room_bytes: int) -> bool:
+        """True if the peak fits into a room of the device, and the bytes on the host into the host's budget."""
+        return self.peak_bytes <= room_bytes and resources.fits_host(self.host_bytes)
 
 
 def project_step(

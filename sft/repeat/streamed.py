@@ -122,7 +122,7 @@ class StreamedBlocks:
         params = {name: param.detach() for name, param in block.named_parameters()}
         if not params:
             raise InputError("the block has no parameters, so there is nothing to stream")
-        layout = RecordLayout.of(_tensor_spec(name, param[0]) for name, param in params.items())
+        layout = RecordLayout.of(TensorSpec.of(name, param[0]) for name, param in params.items())
         self.store: Store
         if path is not None and (resume or path.exists()):
             self.store = self._reopen_store(path, layout, resume=resume)
@@ -297,7 +297,7 @@ class StreamedBlocks:
             return None, None
         buffers = {name: self.block.get_buffer(name).detach() for name in self._buffer_names}
         store = HostStore(
-            [RecordLayout.of(_tensor_spec(name, buffer[0]) for name, buffer in buffers.items())] * self.num_blocks, pin=self._pin
+            [RecordLayout.of(TensorSpec.of(name, buffer[0]) for name, buffer in buffers.items())] * self.num_blocks, pin=self._pin
         )
         for number, layout in enumerate(store.layouts):
             _copy_block(layout.views(store.record(number)), buffers, number)
@@ -307,10 +307,6 @@ class StreamedBlocks:
         """A window of as many blocks as that of the parameters."""
         size = store.layouts[0].part_bytes("weights")
         return WeightStream(store, self.device, window_bytes=size * self.weights.num_slots, prefetch=self.prefetch)
-
-
-def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _copy_block(views: Mapping[str, Tensor], stacked: Mapping[str, Tensor], number: int) -> None:

@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import groupby, product
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
 from sft.analysis.ir.ops.sample_axis import SampleLevel
 from sft.analysis.tiling.strips import StripStep
@@ -363,8 +361,4 @@ class SampleSegment:
         for level, samples in zip(self.levels, first, strict=False):
             if name in level.samples.axes:
                 shape = level.samples.axes[name].resize(shape, len(samples))
-        return machine.allocate(shape, self._sink_dtype(name), zero=True)
-
-    def _sink_dtype(self, name: str) -> torch.dtype:
-        """Element type in which a sink receives gradients: for a cut that of its gradient, for an input the input's."""
-        return self.scope.grad_dtype(name) if self.scope.graph[name].kind == "operator" else self.scope.dtype_of(name)
+        return machine.allocate(shape, self.scope.sink_dtype(name), zero=True)

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.independent_tiles import TileSchedule, distinct_steps
@@ -164,12 +163,8 @@ class TiledLayout:
     def source_row_bytes(self, name: str, sweep: Sweep, *, gradient: bool = False) -> int:
         """Bytes of one full-width row of an input that is not resident, or of its gradient."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
-        dtype = self.source_grad_dtype(name) if gradient else self.scope.dtype_of(name)
+        dtype = self.scope.sink_dtype(name) if gradient else self.scope.dtype_of(name)
         return len(sweep.chunk) * math.prod(shape[1:]) * dtype.itemsize
-
-    def source_grad_dtype(self, name: str) -> torch.dtype:
-        """Element type in which a sink receives gradients: for a cut that of its gradient, for an input the input's."""
-        return self.scope.grad_dtype(name) if self.scope.graph[name].kind == "operator" else self.scope.dtype_of(name)
 
     @property
     def lowered_programs(self) -> tuple[Program, ...]:

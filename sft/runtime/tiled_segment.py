@@ -233,7 +233,7 @@ class TiledSegment(TiledLayout):
     def _zero_rows(self, machine: BufferOps, name: str, step: StripStep, sweep: Sweep) -> Buffer:
         """Zeros for a strip's gradient of an input that is not resident: full-width rows, as a sink takes them."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, sweep)[name]))
-        return machine.allocate((len(sweep.chunk), *shape[1:]), self.source_grad_dtype(name), zero=True)
+        return machine.allocate((len(sweep.chunk), *shape[1:]), self.scope.sink_dtype(name), zero=True)
 
     def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
         """View of the region that a strip writes of a streamed output, or that it reads of the output's gradient."""

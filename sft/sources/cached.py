@@ -16,7 +16,7 @@ __all__ = ["Cached"]
 
 
 class Cached(RasterView):
-    """An image whose full-width rows are kept as they were decoded, as many as fit a byte budget; see `sft.sources.row_blocks`.
+    """An image with full-width rows that are kept as they were decoded, as many as fit a byte budget; see `sft.sources.row_blocks`.
 
     Put it outermost: what is kept is then what the network reads, after resampling, masks and crops. Rectangles that are narrower than
     the image, and other levels, pass through.

@@ -121,7 +121,7 @@ def axis_order(layout: Layout, axes: str) -> tuple[int, ...]:
 
 
 def check_mapping(array: HostArray, name: str) -> None:
-    """Refuse to touch an array whose file has become shorter than its mapping.
+    """Refuse to touch an array in a file that has become shorter than its mapping.
 
     Raises:
         SourceError: the file was cut short after it was opened.

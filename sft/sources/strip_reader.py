@@ -395,15 +395,6 @@ class StripReader:
         """Bytes that the source delivered, as normalised numbers."""
         return self.num_rows_read * row_bytes(self._shared.source)
 
-    @property
-    def hidden_fraction(self) -> float:
-        """Share of the reading time that was hidden from the consumer, in 0..1; 1 if no row was read."""
-        return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
-
-    def summary(self) -> str:
-        """One-line summary, such as ``read 3.1 s, waited 0.2 s (94 % hidden)``."""
-        return f"read {self.read_seconds:.1f} s, waited {self.waited_seconds:.1f} s ({100 * self.hidden_fraction:.0f} % hidden)"
-
 
 def source_error(source: Source, rows: Interval, error: BaseException) -> SourceError:
     """Error for a failure in a source's own ``rows``; a `sft.SkipSlideError` stays one."""

@@ -90,7 +90,7 @@ def _memory_sharing_ids(tensors: Sequence[Tensor]) -> set[int]:
 
 def record_bytes(param: Tensor) -> int:
     """Bytes of a parameter on the device."""
-    return RecordLayout.of([_tensor_spec("", param)]).weight_bytes
+    return RecordLayout.of([TensorSpec.of("", param)]).weight_bytes
 
 
 class StreamedParameters:
@@ -115,7 +115,7 @@ class StreamedParameters:
         self._records = {name: record for record, name in enumerate(self.params)}
         self._pin = device.type == "cuda"
         self._sink: ParameterSink = _HostParameterSink(self)
-        layouts = [RecordLayout.of([_tensor_spec(name, param)]) for name, param in self.params.items()]
+        layouts = [RecordLayout.of([TensorSpec.of(name, param)]) for name, param in self.params.items()]
         self.store: Store
         if file is not None and (file.resume or Path(file.path).exists()):
             self.store = self._reopened(file, layouts)
@@ -307,7 +307,7 @@ class StreamedParameters:
         Returns:
             True if the records had this state already, with its content.
         """
-        layouts = [RecordLayout.of([_tensor_spec(name, param), *state.get(name, ())]) for name, param in self.params.items()]
+        layouts = [RecordLayout.of([TensorSpec.of(name, param), *state.get(name, ())]) for name, param in self.params.items()]
         if tuple(layouts) == tuple(self.store.layouts):
             return any(state.values())
         old = self.store
@@ -383,10 +383,6 @@ class _RoutingSink:
 
     def collect(self) -> Mapping[str, Tensor]:
         return {**self._sink.collect(), **self._gathered.collect()}
-
-
-def _tensor_spec(name: str, param: Tensor) -> TensorSpec:
-    return TensorSpec(name=name, shape=tuple(param.shape), dtype=param.dtype)
 
 
 def _copy_into_views(views: Mapping[str, Tensor], param: Tensor) -> None:

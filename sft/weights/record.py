@@ -47,6 +47,11 @@ class TensorSpec:
     dtype: torch.dtype
     is_state: bool = False
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """The metadata of a tensor."""
+        return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its elements."""

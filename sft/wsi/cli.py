@@ -24,6 +24,7 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output, exit_on_interrupt, output_problem
 from sft.common.errors import BudgetError, InputError, SftError
+from sft.common.terminal import print_text
 from sft.common.untrusted.foreign_files import escape_control_characters, shortened
 from sft.common.untrusted.trusted_code import Trust
 from sft.planner.remedies import Setting, Spelling, message_for
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     if result.num_failed and world.num_ranks > 1:
         # torchrun takes any other code for a failure, and would start the ranks again.
         left_out = "1 slide was" if result.num_failed == 1 else f"{result.num_failed} slides were"
-        console.print(f"{left_out} left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, f"{left_out} left out: failed.csv")
         return 0
     return EXIT_FAILED_SLIDES if result.num_failed else 0
 

@@ -12,6 +12,7 @@ from rich.console import Console
 import sft
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError, some_names
+from sft.common.terminal import print_text
 from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
@@ -75,7 +76,7 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
         plan = plan_of_size(experiment_without_slides(config, trust=trust), (size[0], size[1]), ranks)
         settings = config.model
         tiles = f", {tiles_of_size(settings, (size[0], size[1]))} tiles of {settings.side_px} px" if settings.takes_tiles else ""
-        _say(console, f"Slide of {size[1]} x {size[0]} px (width x height){tiles}, on {config.train.device}")
+        print_text(console, f"Slide of {size[1]} x {size[0]} px (width x height){tiles}, on {config.train.device}")
     else:
         experiment = load_experiment(config, trust=trust)
         with Reporter(console, 0) as reporter:
@@ -83,11 +84,11 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         plan = _plans(experiment, trainer, failed)[0]
     plan = budgets.noted(plan)
-    console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+    print_text(console, plan.explain())
     if experiment is None:
-        _say(console, step_text(plan, config))
+        print_text(console, step_text(plan, config))
     else:
-        _say(console, estimate_text(run_work(experiment, plan, ranks), plan, config.train.device))
+        print_text(console, estimate_text(run_work(experiment, plan, ranks), plan, config.train.device))
     return CommandResult(value=json.loads(plan.to_json()))
 
 
@@ -118,22 +119,17 @@ def train(
     _check_same(experiment, ranks)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
     counts_text = ", ".join(f"{count} {split}" for split, count in counts.items())
-    console.print(
-        f"{counted(len(experiment.table.records), 'slide', 'slides')} ({counts_text}); task {config.task.kind}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_text(console, f"{counted(len(experiment.table.records), 'slide', 'slides')} ({counts_text}); task {config.task.kind}")
     for line in (*budgets.lines, *training_text(experiment)):
-        _say(console, line)
+        print_text(console, line)
     if is_dry:
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         plan = budgets.noted(_plans(experiment, trainer, failed)[0])
-        console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+        print_text(console, plan.explain())
         work = run_work(experiment, plan, ranks)
-        _say(console, estimate_text(work, plan, config.train.device))
+        print_text(console, estimate_text(work, plan, config.train.device))
         value = {"slides": counts, "failed": failed, "plan": json.loads(plan.to_json()), "estimate": plain_estimate(work, plan)}
         return CommandResult(value={**value, "training": plain_training(experiment)}, num_failed=len(failed))
     is_first = ranks.rank == 0
@@ -148,7 +144,7 @@ def train(
                 trainer.restore()
                 if is_first:
                     _describe(folder, experiment, budgets.noted(plans[0]))
-                _say(console, estimate_text(run_work(experiment, plans[0], ranks), plans[0], config.train.device))
+                print_text(console, estimate_text(run_work(experiment, plans[0], ranks), plans[0], config.train.device))
                 progress = trainer.run(interruption, plan=plans[0])
         failed = dict(progress.failed)
         with Interruption() as interruption:
@@ -220,8 +216,9 @@ def evaluate(
 
         value["maps"] = [asdict(each) for each in write_evaluation_maps(loaded, result.folder, maps, console)]
     if result.num_filled:
-        _say(console, f"{counted(result.num_filled, 'damaged tile is', 'damaged tiles are')} background: {result.folder / 'damaged.csv'}")
-    _say(console, f"written to {result.folder}: summary.md, metrics.json, predictions.csv")
+        filled_text = counted(result.num_filled, "damaged tile is", "damaged tiles are")
+        print_text(console, f"{filled_text} background: {result.folder / 'damaged.csv'}")
+    print_text(console, f"written to {result.folder}: summary.md, metrics.json, predictions.csv")
     return CommandResult(value=value, num_failed=len(loaded.failed))
 
 
@@ -273,20 +270,16 @@ def heatmap(
                 continue
             for heatmap in place.publish(staged, maps):
                 drawn.append({**asdict(heatmap), "files": [str(path) for path in heatmap.files]})
-                _say(console, f"{heatmap.slide}, {heatmap.note or heatmap.output}: {heatmap.files[1]}")
+                print_text(console, f"{heatmap.slide}, {heatmap.note or heatmap.output}: {heatmap.files[1]}")
     if place.is_in_run:
         with results_lock(place.root):
             write_run_summary(selection.run)
     newer = newer_best(selection.run, loaded.weights)
     if newer is not None:
-        _say(console, f"the run has a better model by now ({newer.text}); start heatmap again for its maps")
+        print_text(console, f"the run has a better model by now ({newer.text}); start heatmap again for its maps")
     filled = note_filled(loaded.experiment, selection.folder("heatmaps") / "damaged.csv", console, SINGLE_RANK)
     value = {"heatmaps": drawn, "weights": loaded.weights.as_dict(), "failed": loaded.failed, **filled}
     return CommandResult(value=value, num_failed=len(loaded.failed))
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
@@ -395,7 +388,7 @@ def _finish(
         write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
         with results_lock(folder.path):
             write_run_summary(folder.path)
-    _say(console, f"written to {folder.path}: summary.md, report.html")
+    print_text(console, f"written to {folder.path}: summary.md, report.html")
     return {
         "run": str(folder.path),
         "epochs": progress.epoch,

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from sft.common.errors import InputError
+from sft.common.terminal import print_text
 from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.commands import CommandResult, train
 from sft.wsi.config import Config
@@ -79,14 +80,14 @@ def folds(
     num_failed = 0
     for number, fold in enumerate(configs):
         if ranks.from_first(partial(_is_complete, fold)):
-            _say(console, f"fold {number} of {count}: complete, {fold.run}")
+            print_text(console, f"fold {number} of {count}: complete, {fold.run}")
             continue
-        _say(console, f"fold {number} of {count}: {fold.run}")
+        print_text(console, f"fold {number} of {count}: {fold.run}")
         num_failed += train(fold, console, is_dry=False, num_draws=num_draws, ranks=ranks, trust=trust).num_failed
         gc.collect()  # the network of this fold, before that of the next
     value = ranks.from_first(lambda: _write_folds(config, configs, num_draws))
-    _say(console, "\n".join(value["lines"]))
-    _say(console, f"written to {config.run}: summary.md, folds.csv")
+    print_text(console, "\n".join(value["lines"]))
+    print_text(console, f"written to {config.run}: summary.md, folds.csv")
     return CommandResult(value={name: item for name, item in value.items() if name != "lines"}, num_failed=num_failed)
 
 
@@ -111,12 +112,12 @@ def compare(runs: Sequence[Path], console: Console, *, split: str | None = None,
     names = _names(paths)
     settings = differing_settings(overviews)
     for line in _comparison_lines(names, rows, splits, overviews, settings):
-        _say(console, line)
+        print_text(console, line)
     if not all(row.is_comparable for row in rows):
-        _say(console, "no mean and sd: the runs have different tasks")
+        print_text(console, "no mean and sd: the runs have different tasks")
     if out is not None:
         write_metric_rows(out, names, rows)
-        _say(console, f"written to {out}")
+        print_text(console, f"written to {out}")
     value = {
         "runs": [_plain_run(name, overview) for name, overview in zip(names, overviews, strict=True)],
         "metrics": [row.as_dict(names) for row in rows],
@@ -135,7 +136,7 @@ def report(run: Path, console: Console) -> CommandResult:
         raise RunFolderError(f"{run} is not a folder of a run: it has no checkpoints. Give the folder that train wrote to.")
     with results_lock(run):
         overview = write_run_summary(run)
-    _say(console, f"written to {run}: summary.md, {PAGE_NAME}")
+    print_text(console, f"written to {run}: summary.md, {PAGE_NAME}")
     return CommandResult(value={**_plain_run(run.name, overview), "page": str(run / PAGE_NAME)})
 
 
@@ -278,7 +279,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise InputError(f"{', '.join(map(str, paths))}: some are the same run; name each once")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from sft.common.byte_units import format_bytes
-from sft.common.distributions import installed_version
 from sft.common.errors import InputError, SftError
-from sft.common.installation import install_command
+from sft.common.installation import install_command, installed_version
+from sft.common.terminal import print_text
 from sft.common.terminal.progress_display import stages
 from sft.sources import open_image
 from sft.tissue import find_tissue, write_geojson
@@ -57,7 +57,7 @@ def doctor(console: Console) -> CommandResult:
     ]
     for name, value in report.items():
         version_text = f"not installed{f' ({install_command(extras[name])})' if extras.get(name) else ''}" if value is None else value
-        console.print(f"{name:18} {version_text}", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, f"{name:18} {version_text}")
     if missing:
         raise InputError(f"missing: {', '.join(missing)}. Install them with: {install_command('wsi')}")
     return CommandResult(value=report)
@@ -74,7 +74,7 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
             failed += 1
             message = " ".join(str(error).split())
             values.append({"path": str(path), "error": message})
-            console.print(f"{path}: {message}", markup=False, highlight=False, soft_wrap=True)
+            print_text(console, f"{path}: {message}")
             continue
         levels = [
             {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
@@ -94,15 +94,10 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
             }
         )
         note = f" ({info.mpp_note}: give it in the column mpp of the table)" if info.mpp_note else ""
-        console.print(
-            f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}{_channels(info)}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_text(console, f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}{_channels(info)}")
         for number, level in enumerate(levels):
             text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_text(console, text)
     return CommandResult(value=values, num_failed=failed)
 
 
@@ -138,7 +133,7 @@ def tissue(
         except SftError as error:
             values.append({"path": str(path), "error": " ".join(str(error).split())})
             line = f"{path}: {values[-1]['error']}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, line)
     return CommandResult(value=values, num_failed=sum("error" in value for value in values))
 
 

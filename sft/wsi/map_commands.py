@@ -16,6 +16,7 @@ from rich.console import Console
 
 import sft
 from sft.common.errors import InputError, some_names
+from sft.common.terminal import print_text
 from sft.prediction.prediction_head import Kind
 from sft.prediction.row_journal import default_journal_path
 from sft.wsi.commands import CommandResult
@@ -79,14 +80,14 @@ def predict(
                     written.append(_map_of(maps, record, staged, folder, overwrite=overwrite))
                     if predictor is not None:
                         predictions.append(predictor.predict(record))
-                    _say(console, _progress(written[-1]))
+                    print_text(console, _progress(written[-1]))
         if predictor is not None:
             write_predictions(folder / "predictions.csv", loaded.experiment.task, predictions)
         if loaded.failed:
             write_csv(folder / "failed.csv", ["slide", "problem"], list(loaded.failed.items()))
         newer = newer_best(selection.run, loaded.weights)
         if newer is not None:
-            _say(console, f"the run has a better model by now ({newer.text}); start predict again for its maps")
+            print_text(console, f"the run has a better model by now ({newer.text}); start predict again for its maps")
         filled = note_filled(loaded.experiment, folder / "damaged.csv", console, SINGLE_RANK)
         value = {"folder": str(folder), "maps": [asdict(each) for each in written], "weights": loaded.weights.as_dict()}
         return CommandResult(value={**value, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
@@ -120,7 +121,7 @@ def write_evaluation_maps(loaded: LoadedModel, folder: Path, formats: Sequence[s
                 counter = ConfusionCounter(experiment.feed.labels(record), len(names))
                 written.append(_map_of(maps, record, staged, folder / "maps", overwrite=True, counter=counter))
                 total += counter.counts
-                _say(console, _progress(written[-1]))
+                print_text(console, _progress(written[-1]))
     union = total.sum(0) + total.sum(1) - np.diag(total)
     rows = [[name, *total[number].tolist(), _share(total[number, number], union[number])] for number, name in enumerate(names)]
     write_csv(folder / "pixel_confusion.csv", ["true", *(f"predicted_{name}" for name in names), "iou"], rows)
@@ -193,7 +194,3 @@ def _progress(slide_map: SlideMap) -> str:
 
 def _share(count: int, total: int) -> float | str:
     return float(count / total) if total else ""
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The pip command in messages about missing libraries."""
+"""The pip command in messages about missing libraries, and versions of distributions, as the doctors print them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sft.common import installation
+from sft.common.installation import installed_version
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,3 +52,13 @@ def test_checkout_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     assert installation.install_command("plot") == f'pip install -e "{_ROOT}[plot]"'
+
+
+def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert installed_version("torch") == "2.11.0+cu130"
+
+
+def test_other_distributions_have_that_of_their_metadata() -> None:
+    assert installed_version("numpy") == importlib.metadata.version("numpy")
+    assert installed_version("no-such-distribution") is None

@@ -248,13 +248,9 @@ def test_wrong_arguments() -> None:
         StripReader(Counting(40), [Interval(0, 3)], num_buffers=1)
 
 
-def test_the_summary() -> None:
+def test_times_of_reading_and_waiting() -> None:
     with StripReader(Counting(40), []) as reader:
-        assert list(reader) == [] and reader.summary() == "read 0.0 s, waited 0.0 s (100 % hidden)"
-        reader._shared.read_seconds, reader._waited_seconds = 3.1, 0.2
-        assert reader.summary() == "read 3.1 s, waited 0.2 s (94 % hidden)"
-        reader._waited_seconds = 4
-        assert reader.hidden_fraction == 0
+        assert list(reader) == [] and reader.read_seconds == reader.waited_seconds == 0
     with StripReader(Counting(40), strips_of(40, 4, 0)) as reader:
         for strip in reader:
             del strip

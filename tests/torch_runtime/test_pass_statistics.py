@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.torch_runtime.pass_statistics import LISTENERS, report_flops
+from sft.torch_runtime.pass_statistics import LISTENERS, PassReading, report_flops
 
 
 def _net() -> nn.Module:
@@ -46,3 +46,8 @@ def test_a_listener_is_removed_after_an_error() -> None:
     with pytest.raises(KeyError), report_flops(lambda flops: None):
         raise KeyError
     assert not LISTENERS
+
+
+def test_the_hidden_share_of_reading() -> None:
+    assert str(PassReading(read_seconds=3.1, waited_seconds=0.2)).endswith("(94 % hidden)")
+    assert PassReading(read_seconds=3.1, waited_seconds=4.0).hidden_fraction == 0

@@ -34,7 +34,7 @@ _NEVER_TRUSTED = ("torch", "sft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrustedCode:
-    """Modules whose code may be run.
+    """Modules with code that may be run.
 
     Attributes:
         modules: their full names; submodules are included.

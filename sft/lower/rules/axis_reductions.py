@@ -17,7 +17,7 @@ from sft.lower.builder import ProgramBuilder
 from sft.lower.context import NodeContext, SegmentInfo, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import ReductionRule
-from sft.lower.rules.minmax import MinMaxRule, merge_minmax, strip_starts
+from sft.lower.rules.minmax import MinMaxRule, column, merge_minmax, strip_starts
 
 __all__ = ["AxisMinMaxRule", "AxisSumRule"]
 
@@ -118,15 +118,11 @@ class AxisMinMaxRule(_AxisReductionRule):
         builder, (strip, dims) = ctx.builder, self.strip_of(ctx)
         statistics = self.slice_of(ctx, ctx.global_slot(ctx.node.name), strip, dims)
         gradients = self.slice_of(ctx, grad, strip, dims)
-        value, count, share = (_column(ctx, *each) for each in ((statistics, 0), (statistics, 1), (gradients, 0)))
+        value, count, share = (column(ctx, *each) for each in ((statistics, 0), (statistics, 1), (gradients, 0)))
         share = builder.call(aten.div.Tensor, share, count, shape=count.shape, dtype=torch.float64)
         gradient = MinMaxRule.occurrences(ctx, strip, builder.cast(value, strip.dtype))
         builder.call(aten.mul_.Tensor, gradient, builder.cast(share, gradient.dtype), writes=gradient)
         ctx.add_grad(ctx.node.argument("self"), gradient, owned=True)
-
-
-def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
-    return ctx.builder.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
 def _slice_under(value: Tensor, origin: Sequence[int], first: int, remaining: Sequence[tuple[int, int]], axes: int) -> Tensor:

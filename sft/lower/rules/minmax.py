@@ -14,7 +14,7 @@ from sft.lower.program import Slot
 from sft.lower.rules.base import AdditivePart, ReductionRule
 from sft.lower.rules.reductions import as_single_pixel, spatial_dims
 
-__all__ = ["ArgMaxRule", "MinMaxRule", "merge_minmax", "strip_starts"]
+__all__ = ["ArgMaxRule", "MinMaxRule", "column", "merge_minmax", "strip_starts"]
 
 aten = torch.ops.aten
 
@@ -55,8 +55,8 @@ class MinMaxRule(ReductionRule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
         strip = ctx.strip(next(refs_in(image)))
-        value, count = (_column(ctx, ctx.global_slot(ctx.node.name), index) for index in (0, 1))
-        share = builder.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
+        value, count = (column(ctx, ctx.global_slot(ctx.node.name), index) for index in (0, 1))
+        share = builder.call(aten.div.Tensor, column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
         gradient = self.occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
         builder.call(aten.mul_.Tensor, gradient, as_single_pixel(ctx, builder.cast(share, gradient.dtype)), writes=gradient)
         ctx.add_grad(image, gradient, owned=True)
@@ -92,14 +92,15 @@ class ArgMaxRule(ReductionRule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
         strip = ctx.strip(next(refs_in(image)))
-        position = _column(ctx, ctx.global_slot(ctx.node.name), 1)
+        position = column(ctx, ctx.global_slot(ctx.node.name), 1)
         out = builder.zeros(strip.shape, strip.dtype)
-        arguments = (_column(ctx, grad, 0), position, self._origin(ctx), self._extents(ctx))
+        arguments = (column(ctx, grad, 0), position, self._origin(ctx), self._extents(ctx))
         builder.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * position.num_bytes)
         ctx.add_grad(image, out, owned=True)
 
 
-def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
+def column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
+    """A statistic of an accumulator: an entry of its last dimension."""
     return ctx.builder.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sft.torch_runtime.profiling import synchronize_device
+
 __all__ = ["convolution_calls", "convolution_operands", "device_seconds", "element_calls", "host_calls", "host_seconds"]
 
 aten = torch.ops.aten
@@ -22,22 +24,16 @@ aten = torch.ops.aten
 _GEOMETRY = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait for all kernels of a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def host_seconds(call: Callable[[], object], device: torch.device, num_calls: int = 300) -> float:
     """Host seconds of a call: the least of five rounds, after one that does not count."""
     rounds: list[float] = []
     for _ in range(6):
-        wait_for(device)
+        synchronize_device(device)
         start = time.perf_counter()
         for _ in range(num_calls):
             call()
         rounds.append((time.perf_counter() - start) / num_calls)
-    wait_for(device)
+    synchronize_device(device)
     return min(rounds[1:])
 
 
@@ -49,12 +45,12 @@ def device_seconds(call: Callable[[], object], device: torch.device, *, least_se
     repeats, rounds = 1, list[float]()
     while len(rounds) < 5:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        wait_for(device)
+        synchronize_device(device)
         start.record()
         for _ in range(repeats):
             call()
         end.record()
-        wait_for(device)
+        synchronize_device(device)
         seconds = float(start.elapsed_time(end)) / 1e3
         if seconds < least_seconds and repeats < 400:
             repeats = min(400, max(2 * repeats, int(repeats * least_seconds / max(seconds, 1e-6))))

@@ -71,7 +71,7 @@ class AutoSearch:
         for plan in self._unseparated(room_bytes):
             yield plan
             separate = with_separate_reductions(self._problem, plan) if self._may_separate else None
-            if separate is not None and self._fits(separate, room_bytes):
+            if separate is not None and separate.projection.fits(self._problem.resources, room_bytes):
                 yield separate
 
     def _unseparated(self, room_bytes: int) -> Iterator[ProjectedPlan]:
@@ -89,11 +89,8 @@ class AutoSearch:
             return
         for grid, candidate in cheapest_by_height(self._problem, room_bytes, self._options, self._rates):
             plan = materialize(self._problem, grid.choices(candidate))
-            if self._fits(plan, room_bytes):
+            if plan.projection.fits(self._problem.resources, room_bytes):
                 yield plan
-
-    def _fits(self, plan: ProjectedPlan, room_bytes: int) -> bool:
-        return plan.projection.peak_bytes <= room_bytes and self._problem.resources.fits_host(plan.projection.host_bytes)
 
     @property
     def _may_separate(self) -> bool:

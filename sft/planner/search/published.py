@@ -62,8 +62,7 @@ def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[Proje
         return smallest, False
     best = smallest if staged.problem.resources.fits_host(smallest.projection.host_bytes) else None
     for candidate in _correction_rounds(staged, name, room_bytes):
-        fits = candidate.projection.peak_bytes <= room_bytes and staged.problem.resources.fits_host(candidate.projection.host_bytes)
-        if fits and (best is None or candidate.seconds < best.seconds):
+        if candidate.projection.fits(staged.problem.resources, room_bytes) and (best is None or candidate.seconds < best.seconds):
             best = candidate
     return (smallest, False) if best is None else (best, True)
 

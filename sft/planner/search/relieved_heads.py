@@ -52,7 +52,7 @@ def relieved_head_plans(
                 break
             relief = _Relief(problem, proposal, room_bytes)
             plans = relief.plans()
-            fitting = [plan for plan in plans if _fits(problem, plan, room_bytes)]
+            fitting = [plan for plan in plans if plan.projection.fits(problem.resources, room_bytes)]
             if fitting:
                 best_cost = proposal.cost
             yield from fitting
@@ -63,10 +63,6 @@ def relieved_head_plans(
             head_error = max(head_error, head_bytes - estimate)
             head_room_bytes = room_bytes * min(1.0, estimate / max(1.0, head_bytes)) if is_ratio else room_bytes - head_error
             tail_error += max(tail_bytes, min(head_bytes, room_bytes)) - room_bytes
-
-
-def _fits(problem: PlanningProblem, plan: ProjectedPlan, room_bytes: int) -> bool:
-    return plan.projection.peak_bytes <= room_bytes and problem.resources.fits_host(plan.projection.host_bytes)
 
 
 class _Relief:

@@ -140,7 +140,7 @@ def _cheapest_tail(tail: TiledHeadOffload, name: str, room_bytes: int) -> tuple[
         if proposal is None:
             break
         plan = materialize(tail.staged.problem, proposal.choices, proposal.order)
-        if _fits(tail.staged.problem, plan, room_bytes) and (best is None or proposal.cost < best[0]):
+        if plan.projection.fits(tail.staged.problem.resources, room_bytes) and (best is None or proposal.cost < best[0]):
             best = (proposal.cost, plan)
         budget_bytes = proposal.peak_bytes - (plan.projection.peak_bytes - room_bytes)
     return best
@@ -151,10 +151,6 @@ def _tail_proposal(tail: TiledHeadOffload, schedule: Schedule) -> TiledHeadOfflo
     region = build_region(tail.staged.problem, tail.choices)
     proposal = tail.plan(schedule, region)
     return None if proposal is None or replace(region, custom_schedule=proposal.order).liveness.copy_error() is not None else proposal
-
-
-def _fits(problem: PlanningProblem, plan: ProjectedPlan, room_bytes: int) -> bool:
-    return plan.projection.peak_bytes <= room_bytes and problem.resources.fits_host(plan.projection.host_bytes)
 
 
 def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid], best_bytes: int) -> Iterator[ProjectedPlan]:

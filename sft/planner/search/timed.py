@@ -37,7 +37,7 @@ def timing_candidates(problem: PlanningProblem, best: ProjectedPlan, budget_byte
     plans: dict[object, ProjectedPlan] = {}
     for plan in _candidate_plans(problem, room_bytes, budget_bytes, options):
         projection = plan.projection
-        fits = projection.peak_bytes <= room_bytes and problem.resources.fits_host(projection.host_bytes)
+        fits = projection.fits(problem.resources, room_bytes)
         if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and plan.key != best.key:
             plans.setdefault(plan.key, plan)
     return tuple(sorted(plans.values(), key=lambda plan: plan.projection.flops))

@@ -52,7 +52,7 @@ def transferred_plan(
         room_bytes: bytes that a step may take.
         accepts: a further condition.
     """
-    fitting = (each for each in _transfers(problem, plan, options) if _fits(problem, each, room_bytes) and accepts(each))
+    fitting = (each for each in _transfers(problem, plan, options) if each.projection.fits(problem.resources, room_bytes) and accepts(each))
     transferred = next(fitting, None)
     if transferred is None or not _is_economical(problem, transferred, room_bytes):
         return None
@@ -69,11 +69,7 @@ def _untiled_plan(problem: PlanningProblem, options: Options, room_bytes: int) -
     if is_constrained or problem.resources.weights is not None or largest_bytes > room_bytes:
         return None
     plan = materialize(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),))
-    return plan if _fits(problem, plan, room_bytes) else None
-
-
-def _fits(problem: PlanningProblem, plan: ProjectedPlan, room_bytes: int) -> bool:
-    return plan.projection.peak_bytes <= room_bytes and problem.resources.fits_host(plan.projection.host_bytes)
+    return plan if plan.projection.fits(problem.resources, room_bytes) else None
 
 
 def _is_economical(problem: PlanningProblem, plan: ProjectedPlan, room_bytes: int) -> bool:

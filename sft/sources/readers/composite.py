@@ -232,7 +232,7 @@ class ChannelStack(_Composite):
 
     @property
     def image(self) -> Image:
-        """The image of the first file, whose place is that of the stack."""
+        """The image of the first file; its place is that of the stack."""
         return self.images[0]
 
     @property

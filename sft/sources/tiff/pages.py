@@ -190,7 +190,7 @@ def _check_directories(path: Path, tiff: Any) -> None:
 
 
 def _refuse_masks(path: Path, tiff: Any) -> None:
-    """Refuse a file with an internal mask, whose invalid pixels would count as the image's.
+    """Refuse a file with an internal mask: its invalid pixels would count as the image's.
 
     Raises:
         SourceError: it has one.

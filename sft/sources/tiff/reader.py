@@ -129,7 +129,7 @@ class TiffImage(FileImage[_TiffHandle]):
 
     @property
     def is_geotiff(self) -> bool:
-        """True for a GeoTIFF, whose missing tiles are those of GDAL."""
+        """True for a GeoTIFF: its missing tiles are those of GDAL."""
         return self._handle().tags.is_geo
 
     def check_complete(self) -> None:

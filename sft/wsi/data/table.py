@@ -1,4 +1,4 @@
-"""Slide table: a CSV file with one row per slide, whose mistakes are all reported at once.
+"""Slide table: a CSV file with one row per slide; all of its mistakes are reported at once.
 
 Columns have the names of published tables (`ALIASES`). Paths of slides are relative to the folder of the table, or to a root. With a root,
 files outside of it are refused; without one, ``..`` is refused: a foreign table must not choose files from the full disk. The extension of

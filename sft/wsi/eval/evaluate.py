@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sft.common.terminal import print_text
 from sft.sources import BadTile
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.eval.metrics import Estimate, Prediction
@@ -106,10 +107,10 @@ def evaluate_records(
     title = f"{title}, {weights.checkpoint} model (epoch {weights.epoch}), weights {weights.short_hash}"
     result = ranks.from_first(lambda: _publish(loaded, predictions, folder, run, title=title, num_draws=num_draws, tiles=tiles))
     estimates_text = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in result.estimates["slides"].items())
-    console.print(f"{title}: {estimates_text or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
+    print_text(console, f"{title}: {estimates_text or 'no targets'}")
     if result.newer is not None:
         text = f"the run has a better model by now ({result.newer.text}); start evaluate again for its results"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, text)
     return result
 
 
@@ -190,5 +191,5 @@ def note_filled(experiment: Experiment, path: Path, console: Console, ranks: Ran
     count = ranks.from_first(lambda: [append_bad_tiles(path, theirs) for theirs in tiles][-1])
     if count:
         problem = f"{counted(count, 'damaged tile is', 'damaged tiles are')} background: {path}"
-        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, problem)
     return {"filled_tiles": count}

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError, first_problems
+from sft.common.terminal import print_text
 from sft.common.untrusted.trusted_code import Trust
 from sft.nn import WithLoss
 from sft.wsi.config import Config, ModelConfig, TaskConfig
@@ -291,7 +292,7 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     budgets = resolve_budgets(config, ranks)
     config = budgets.config
     for line in budgets.lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, line)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
         table = _other_table(selection, settings)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from sft.common.errors import InputError
 from sft.common.installation import install_command
+from sft.common.terminal import print_text
 from sft.common.terminal.progress_display import hidden
 from sft.torch_runtime.pass_statistics import report_flops
 from sft.wsi.run.estimate import RunEstimate, about_text, duration_text
@@ -88,7 +89,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_text(self._console, text)
 
     def start_epoch(self, epoch: int, num_slides: int, position: int) -> None:
         """An epoch begins, or resumes at a position."""

@@ -189,7 +189,7 @@ def _keep_others_files(replaced: Path, target: Path) -> None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove staging folders whose process has died: their lock is free."""
+    """Remove staging folders of processes that have died: their lock is free."""
     for path in parent.glob(f"{_STAGED}*"):
         with suppress(OSError), (path / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -56,8 +56,8 @@ def _check_start(built: Built, schedule: StripSchedule, known: Mapping[str, int]
 
     is_needed = {name: np.arange(extents[name]) >= known.get(name, extents[name]) for name in (*schedule.sources, *operators)}
     for name in reversed(operators):
-        for row in np.flatnonzero(is_needed[name]):
-            for operand, rows in read(name, int(row)):
+        for row in np.flatnonzero(is_needed[name]).tolist():
+            for operand, rows in read(name, row):
                 is_needed[operand][rows] = True
     is_exact = {name: np.ones(extents[name], bool) for name in schedule.sources}
     for name in operators:

@@ -249,8 +249,10 @@ class _GraphBuilder:
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_has_same_shape_and_dtype(value, source) for source in fx_node.args[:2]):
-            self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
-            return
+            destination, source = (next(refs_in(argument)) for _, argument in arguments[:2])
+            if self._differentiated_leaves(destination) <= self._differentiated_leaves(source):
+                self._alias[fx_node.name] = source
+                return
         if target == _DETACH and self._grad_tracked.isdisjoint(refs_in(arguments[0][1])):
             target = _ALIAS  # the operand has no gradient already
         if target in _IDENTITY_OPS or (target in _CAST_OPS and value.dtype == _dtype_of(fx_node.args[0])):
@@ -266,6 +268,19 @@ class _GraphBuilder:
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
         self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _side_effect(fx_node.target))
+
+    def _differentiated_leaves(self, name: str) -> frozenset[str]:
+        """The inputs and parameters that a gradient of a value reaches, also one of zeros: that of a value which a copy overwrites."""
+        leaves: set[str] = set()
+        seen, pending = {name}, [name] if name in self._grad_tracked else []
+        while pending:
+            node = self.nodes[pending.pop()]
+            if node.kind in ("input", "parameter"):
+                leaves.add(node.name)
+            operands = self._grad_tracked.intersection(node.operands) - seen
+            seen |= operands
+            pending += operands
+        return frozenset(leaves)
 
     def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
         """Convert a number computed from sizes."""

@@ -60,7 +60,7 @@ def sum_contributions(
         slot = contribution_slot(builder, terms[0])
         return builder.cast(slot, dtype), terms[0].owned or slot.dtype != dtype
     shape = scope.strip_shape(name, len(rows))
-    if all(term.rows == rows and term.columns == columns and term.slot.dtype == wide for term in terms):
+    if terms and all(term.rows == rows and term.columns == columns and term.slot.dtype == wide for term in terms):
         spans = [term.span for term in terms if term.span is not None]
         dim = partition_dim(spans, shape) if len(spans) == len(terms) else None
         if dim is not None:

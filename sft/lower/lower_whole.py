@@ -230,8 +230,8 @@ class WholeLowering(StripLowering):
         """Emit the gradients of sources and of global tensors from outside as results; zeros if they have no contribution."""
         scope = self.scope
         for name in scope.sources:
-            if name in gradients:
-                self._emit_source_gradient(name, gradients[name])
+            if name in scope.requires_grad and any(user in scope.requires_grad and user in scope.names for user in scope.graph.users[name]):
+                self._emit_source_gradient(name, gradients.get(name, ()))
         for user in scope.names:
             for name in scope.graph[user].operands:
                 if name in scope.requires_grad and name not in scope.streamed and name not in self._inside:

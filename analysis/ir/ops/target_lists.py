@@ -139,6 +139,7 @@ PER_PIXEL_OPS = (
     *(f"aten.xlogy.{kind}" for kind in ("Tensor", "Scalar_Other", "Scalar_Self")),
     *(f"aten.special_xlog1py.{kind}" for kind in ("default", "other_scalar", "self_scalar")),
     "aten.fill.Tensor",
+    "aten.copy.default",
 )
 
 #: Reductions of channels, pixel by pixel.

@@ -7,13 +7,14 @@ little says what it would need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from harness.cases import load_models
-from harness.plans import ModelCase, compare_plans, shares_table
-from harness.report import Table
+from harness.report import Table, add_common_arguments, environment, result_stem, write_results
+from rich.console import Console
 from torch import nn
 
 import sft
@@ -25,12 +26,33 @@ NOTES = """\
 FLOPs of a step over plain PyTorch's, at 1/2, 1/4 and 1/8 of the bytes that the step makes when everything is kept (inputs, outputs,
 activations, new gradients). In brackets the least share with which the strategy has a plan; `-`: it has none at all."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the shape of its input.
+
+    Attributes:
+        name: name of the model.
+        shape: shape of the input.
+        frozen: whether norm statistics are frozen.
+    """
+
+    name: str
+    shape: tuple[int, int, int, int]
+    frozen: bool
+
+    @property
+    def label(self) -> str:
+        """Text of the case."""
+        return f"{self.name} {'x'.join(map(str, self.shape))}{', frozen statistics' if self.frozen else ''}"
+
+
 CASES = (
-    ModelCase(name="resnet50", shape=(16, 3, 224, 224), frozen=False),
-    ModelCase(name="resnet50", shape=(1, 3, 2048, 2048), frozen=True),
-    ModelCase(name="vgg16", shape=(1, 3, 2048, 2048), frozen=True),
-    ModelCase(name="darknet19", shape=(1, 3, 2048, 2048), frozen=False),
-    ModelCase(name="unet", shape=(1, 3, 1024, 1024), frozen=True),
+    Case(name="resnet50", shape=(16, 3, 224, 224), frozen=False),
+    Case(name="resnet50", shape=(1, 3, 2048, 2048), frozen=True),
+    Case(name="vgg16", shape=(1, 3, 2048, 2048), frozen=True),
+    Case(name="darknet19", shape=(1, 3, 2048, 2048), frozen=False),
+    Case(name="unet", shape=(1, 3, 1024, 1024), frozen=True),
 )
 
 
@@ -54,7 +76,7 @@ class Row:
         return f"{self.redundancy:.3f}"
 
 
-def make(case: ModelCase) -> nn.Module:
+def make(case: Case) -> nn.Module:
     """The model, without memory."""
     models = load_models()
     with torch.device("meta"):
@@ -62,7 +84,7 @@ def make(case: ModelCase) -> nn.Module:
     return models.freeze_norm(model) if case.frozen else model
 
 
-def rows_of(case: ModelCase) -> list[Row]:
+def rows_of(case: Case) -> list[Row]:
     """All strategies at all shares."""
     model = make(case)
     plain = sft.plan(model, case.shape, budget="100TiB", options=sft.Options(strategy="none"))
@@ -84,9 +106,32 @@ def rows_of(case: ModelCase) -> list[Row]:
 
 
 def table_of(rows: list[Row]) -> Table:
-    """One model's table."""
-    return shares_table(rows, STRATEGIES, lambda row: row.strategy, SHARES, "strategy")
+    """One model's table: a line for each strategy, a column for each share."""
+    cells = [[strategy, *(row.cell() for row in rows if row.strategy == strategy)] for strategy in STRATEGIES]
+    title = f"{rows[0].model}: {rows[0].plain_bytes / 2**30:.2f} GiB when everything is kept"
+    return Table(title=title, headers=("strategy", *(f"1/{round(1 / share)}" for share in SHARES)), rows=cells)
+
+
+def main() -> int:
+    """Run the benchmark; the results are written again after every model."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=sorted({case.name for case in CASES}), default=None)
+    add_common_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    console, stem = Console(), result_stem(args.out, "recomputing")
+    tables, rows = [], []
+    for case in CASES:
+        if args.models is None or case.name in args.models:
+            case_rows = rows_of(case)
+            rows += [asdict(row) for row in case_rows]
+            tables.append(table_of(case_rows))
+            console.print(tables[-1].terminal())
+            raw = {"environment": environment(args.threads), "settings": {"models": args.models}, "results": rows}
+            written = write_results(stem, raw, tables, NOTES, None)
+    console.print(written)
+    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(compare_plans(__doc__.splitlines()[0], "recomputing", CASES, rows_of, table_of, NOTES))
+    raise SystemExit(main())

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+
+import sft
 from tests.helpers.exactness import ExactReport
 
-__all__ = ["assert_tiled"]
+__all__ = ["assert_tiled", "least_budget"]
+
+
+def least_budget(model: nn.Module, input_shape: Any, options: sft.Options | None = None, **arguments: Any) -> int:
+    """The smallest budget in bytes, as the refusal of one byte names it; plans with other settings are not tried."""
+    with patch("sft.api.engine.propose", lambda error, *_: error), pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, input_shape, budget=1, options=options, **arguments)
+    return refused.value.needed_bytes
 
 
 def assert_tiled(report: ExactReport, *operators: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +23,6 @@ __all__ = [
     "TwoHeads",
     "Vgg",
     "assert_same",
-    "least_budget",
     "pair_of",
     "same_state",
     "streamed_optimizer",
@@ -94,13 +91,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def x_of(name: str) -> Tensor:
     return image(4, 16) if name == "mlp" else image(*SHAPE)
-
-
-def least_budget(model: nn.Module, shape: tuple[int, ...], options: sft.Options) -> int:
-    """The smallest budget, by the error."""
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(copy.deepcopy(model), shape, budget=1, options=options)
-    return refused.value.needed_bytes
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

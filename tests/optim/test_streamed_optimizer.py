@@ -21,6 +21,7 @@ from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_within_budget
 from tests.helpers.fork_server import fork_context
 from tests.helpers.models import image, seeded
+from tests.helpers.plans import least_budget
 from tests.helpers.streamed_weights import (
     MODELS,
     SHAPE,
@@ -30,7 +31,6 @@ from tests.helpers.streamed_weights import (
     TwoHeads,
     Vgg,
     assert_same,
-    least_budget,
     pair_of,
     same_state,
     streamed_optimizer,

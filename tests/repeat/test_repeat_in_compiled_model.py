@@ -18,6 +18,7 @@ from sft.nn import Repeat
 from sft.repeat.calls import site_seed
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors, relative_error
 from tests.helpers.models import image, seeded
+from tests.helpers.plans import least_budget
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
@@ -58,12 +59,6 @@ def _model(num_blocks: int = 12, budget: int | str | None = None, block: Callabl
     ).double()
 
 
-def _least(model: nn.Module, shape: tuple[int, ...] = _SHAPE, options: sft.Options | None = None) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, shape, budget=1, options=options)
-    return refused.value.needed_bytes
-
-
 def _unrolled(model: nn.Module) -> nn.Sequential:
     return nn.Sequential(*(part.unstacked() if isinstance(part, Repeat) else copy.deepcopy(part) for part in model.children()))
 
@@ -76,7 +71,7 @@ def _stacked_grads(unrolled: nn.Module, path: str, name: str) -> Tensor:
 def test_the_unrolled_model_is_what_is_computed(block: Callable[[], nn.Module]) -> None:
     model = seeded(lambda: _model(12, "160KiB", block))
     eager = _unrolled(model)
-    net = sft.compile(model, _SHAPE, budget=_least(model) + 50_000)
+    net = sft.compile(model, _SHAPE, budget=least_budget(model, _SHAPE) + 50_000)
     for seed in range(2):
         x, y = (image(*_SHAPE, seed=seed).requires_grad_() for _ in range(2))
         net.zero_grad()
@@ -102,7 +97,7 @@ def test_the_unrolled_model_is_what_is_computed(block: Callable[[], nn.Module]) 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_model_fits_its_budget_with_blocks_that_have_their_own(share: float) -> None:
     model = seeded(lambda: _model(12, "160KiB"))
-    least, plain = _least(model), sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    least, plain = least_budget(model, _SHAPE), sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
     report = assert_exact(model, image(*_SHAPE), budget=int(least + share * (plain - least)), input_grad=False)
     assert any("12 blocks" in note and "recomputations" in note for note in report.plan.notes)
     if share < 1:
@@ -115,7 +110,7 @@ def test_blocks_without_a_budget_follow_that_of_the_model() -> None:
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), Repeat(Residual, 40), nn.AdaptiveAvgPool2d(1)).double())
     plain = sft.plan(model, shape, budget="4GiB", options=sft.Options(strategy="none"))
     assert plain.repeat_budgets == ()
-    least = _least(model, shape)
+    least = least_budget(model, shape)
     assert least < 0.4 * plain.total_bytes
     flops = []
     for budget in (least, (least + plain.total_bytes) // 2):
@@ -222,7 +217,7 @@ def test_several_repetitions_and_one_that_is_called_twice() -> None:
 
     model = seeded(make)
     assert_exact(model, image(*_SHAPE))
-    assert_exact(model, image(*_SHAPE), budget=_least(model.double()), input_grad=False)
+    assert_exact(model, image(*_SHAPE), budget=least_budget(model.double(), _SHAPE), input_grad=False)
 
 
 class Tokens(nn.Module):

@@ -24,7 +24,8 @@ from sft.solvers.reversal import reversal
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget
 from tests.helpers.models import ConvNet, Residual, image, seeded
-from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, staged_models, step
+from tests.helpers.plans import least_budget
+from tests.helpers.stage_chains import MODELS, Normed, plain_plan, staged_models, step
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
@@ -41,7 +42,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {**MODELS, "conv": ConvNet}
 )
 def test_published_schedules_are_exact(name: str, strategy: str) -> None:
     model = seeded(_MODELS[name])
-    least, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    least, plain = least_budget(model, _SHAPE, sft.Options(strategy=strategy)), plain_plan(model, _SHAPE)
     assert least <= 1.005 * plain.total_bytes
     options = sft.Options(strategy=strategy)
     report = assert_exact(model, image(*_SHAPE), budget=least, options=options, input_grad=False)
@@ -57,7 +58,7 @@ def test_published_schedules_are_exact(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", RECOMPUTE_STRATEGIES)
 def test_budgets_of_the_errors_work_and_more_of_it_never_costs_more(strategy: str) -> None:
     model, options = seeded(Normed), sft.Options(strategy=strategy)
-    least, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    least, plain = least_budget(model, _SHAPE, sft.Options(strategy=strategy)), plain_plan(model, _SHAPE)
     with pytest.raises(sft.BudgetError, match=str(least)):
         sft.plan(model, _SHAPE, budget=least - 1, options=options)
     budgets = [least + (plain.total_bytes - least) * i // 4 for i in range(6)]
@@ -70,7 +71,7 @@ def test_budgets_of_the_errors_work_and_more_of_it_never_costs_more(strategy: st
 def test_optimal_needs_no_more_flops_than_any_other() -> None:
     model = seeded(Residual)
     for strategy in ("sqrt", "revolve", "bisect", "acg"):
-        budget = least_budget(model, strategy, _SHAPE)
+        budget = least_budget(model, _SHAPE, sft.Options(strategy=strategy))
         flops = [sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", strategy)]
         assert flops[0] <= 1.1 * flops[1]  # it is optimal for the chain, which is not quite the model
 
@@ -192,7 +193,7 @@ def test_orders_that_cannot_run_are_refused(order: list[str], problem: str) -> N
 def test_a_step_may_be_repeated_and_its_graph_retained() -> None:
     model = seeded(Normed).eval()
     options = sft.Options(strategy="optimal")
-    tight = sft.plan(model, _SHAPE, budget=least_budget(model, "optimal", _SHAPE), options=options)
+    tight = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options(strategy="optimal")), options=options)
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=tight)  # a graph that is retained needs more
     assert net.plan.order == tight.order != ()
     x = image(*_SHAPE).requires_grad_()

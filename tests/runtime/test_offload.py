@@ -34,8 +34,9 @@ from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.deferred_copies import late_copies
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
 from tests.helpers.models import TinyUNet, image, seeded
+from tests.helpers.plans import least_budget
 from tests.helpers.problems import with_resources
-from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
+from tests.helpers.stage_chains import MODELS, Normed, plain_plan, problem_of, staged_models, step
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
@@ -51,7 +52,7 @@ _FEW = settings(max_examples=max(4, (settings.default or settings()).max_example
 @pytest.mark.parametrize(("name", "strategy"), [*((name, "offload-dp") for name in MODELS), ("normed", "vdnn"), ("unet", "offload-greedy")])
 def test_published_placements_are_exact(name: str, strategy: str) -> None:
     model, options = seeded(MODELS[name]), sft.Options(strategy=strategy)
-    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    least_bytes, plain = least_budget(model, _SHAPE, sft.Options(strategy=strategy)), plain_plan(model, _SHAPE)
     report = assert_exact(model, image(*_SHAPE), budget=least_bytes, options=options, input_grad=False, to_the_byte=True)
     assert report.plan.total_bytes == least_bytes <= 1.005 * plain.total_bytes
     assert report.plan.flops == plain.flops
@@ -65,7 +66,7 @@ def test_published_placements_are_exact(name: str, strategy: str) -> None:
 def test_budgets_of_the_errors_work_and_more_of_it_never_takes_longer(strategy: str) -> None:
     model = seeded(Normed)
     options = sft.Options(strategy=strategy, link_bandwidth=1e8)
-    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    least_bytes, plain = least_budget(model, _SHAPE, sft.Options(strategy=strategy)), plain_plan(model, _SHAPE)
     with pytest.raises(sft.BudgetError, match=str(least_bytes)):
         sft.plan(model, _SHAPE, budget=least_bytes - 1, options=options)
     budgets = [least_bytes + (plain.total_bytes - least_bytes) * i // 2 for i in range(3)]
@@ -231,7 +232,8 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
 
 def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn.Module]:
     model = seeded(MODELS[name]).train(training)
-    return sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp")), model
+    options = sft.Options(strategy="offload-dp")
+    return sft.compile(model, _SHAPE, budget=least_budget(model, _SHAPE, options), options=options), model
 
 
 def _slabs(net: Any) -> HostSlabPool:
@@ -244,7 +246,7 @@ def _slabs(net: Any) -> HostSlabPool:
 def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     model = seeded(Normed).eval()
     options = sft.Options(strategy="offload-dp")
-    tight = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
+    tight = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options(strategy="offload-dp")), options=options)
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", options=options, plan=tight)  # a graph that is retained needs more
     assert net.plan.host_bytes == tight.host_bytes > 0
     plain = seeded(MODELS["normed"]).eval()
@@ -322,7 +324,7 @@ def test_two_models_take_turns() -> None:
 
 def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
     model = seeded(TinyUNet)
-    budget = least_budget(model, "offload-dp", _SHAPE)
+    budget = least_budget(model, _SHAPE, sft.Options(strategy="offload-dp"))
     fast, slow = (
         sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy="offload-dp", link_bandwidth=rate)) for rate in ("1TB", "1MB")
     )
@@ -349,14 +351,14 @@ def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str,
     found = smallest_schedule(chained, "offload-dp")
     assert found.projection.host_bytes
     simulated = simulate(chained.chain, found.schedule, link=problem.resources.link)
-    plan = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
+    plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options(strategy="offload-dp")), options=options)
     assert plan.order == tuple(map(str, found.order))
     assert plan.estimated_seconds == pytest.approx(simulated.seconds, rel=0.02)
 
 
 def test_a_budget_on_the_host_is_kept() -> None:
     model = seeded(Normed)
-    least_bytes = least_budget(model, "offload-dp", _SHAPE)
+    least_bytes = least_budget(model, _SHAPE, sft.Options(strategy="offload-dp"))
     needed = sft.plan(model, _SHAPE, budget=least_bytes, options=sft.Options(strategy="offload-dp")).host_bytes
     options = sft.Options(strategy="offload-dp", host_budget=needed - 1)
     with pytest.raises(sft.BudgetError, match=rf"host_budget.*{needed} bytes"):
@@ -449,9 +451,7 @@ def test_auto_keeps_recomputes_or_copies_whatever_is_fastest() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1), nn.Sigmoid()) for i in range(6))).double()
     model.append(nn.Flatten())
     shape = (1, 3, 14, 12)
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, shape, budget=1, options=sft.Options(strategy="offload-dp"))
-    budget = refused.value.needed_bytes
+    budget = least_budget(model, shape, sft.Options(strategy="offload-dp"))
     fast, slow, none = (
         sft.plan(model, shape, budget=budget, options=sft.Options(host_budget=host, link_bandwidth=rate))
         for host, rate in (("1GiB", "1TB"), ("1GiB", 1.0), (0, None))
@@ -473,9 +473,7 @@ def test_inference_copies_nothing() -> None:
 
 def test_a_dry_run_copies_nothing_and_counts_the_same() -> None:
     model, options = seeded(Normed).to("meta"), sft.Options(strategy="offload-dp")
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, _SHAPE, budget=1, options=options)
-    net: Any = sft.compile(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
+    net: Any = sft.compile(model, _SHAPE, budget=least_budget(model, _SHAPE, options), options=options)
     x = torch.empty(_SHAPE, dtype=torch.float64, device="meta")
     with sft.measure_peak("meta") as peak:
         y = net(x.clone())

@@ -30,7 +30,7 @@ from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
 from tests.helpers.fake_cuda import DEVICE, FakeEvent, FakeGpu, FakeStream, fake_cuda, observed
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
-from tests.helpers.stage_chains import least_budget
+from tests.helpers.plans import least_budget
 from tests.helpers.streamed_weights import Vgg
 
 _SHAPE = (1, 3, 24, 12)
@@ -84,7 +84,7 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
     model, shape = seeded(make), setting.get("shape", _SHAPE)
     budget = setting.get("budget", "4GiB")
     if budget == "least":
-        budget = least_budget(model, options["strategy"], shape)
+        budget = least_budget(model, shape, sft.Options(strategy=options["strategy"]))
     nets = []
     for number in range(2):
         chosen = dict(options)

@@ -32,6 +32,7 @@ from sft.torch_runtime.machine import TorchMachine
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors, relative_error
 from tests.helpers.models import image, seeded
+from tests.helpers.plans import least_budget
 from tests.helpers.tilings import tiled_options
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
@@ -156,15 +157,9 @@ def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[
 _HOST = sft.Options(host_budget="64GiB")
 
 
-def _least(model: nn.Module, shape: tuple[int, ...], options: sft.Options = _HOST) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, shape, budget=1, options=options)
-    return refused.value.needed_bytes
-
-
 def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningProblem]) -> None:
     model, shape = seeded(Normed), (1, 3, 96, 48)
-    at_home, least = _least(model, shape, sft.Options()), _least(model, shape)
+    at_home, least = least_budget(model, shape), least_budget(model, shape, _HOST)
     plan = sft.plan(model, shape, budget=at_home, options=_HOST)
     cuts = sum(
         map(
@@ -193,7 +188,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningPro
 def test_the_link_tells_streaming_from_keeping(problems: list[PlanningProblem]) -> None:
     """Of two plans that fit, the faster one at the link's rate is chosen."""
     model, shape = seeded(Normed), (1, 3, 96, 48)
-    least = _least(model, shape)
+    least = least_budget(model, shape, _HOST)
     fast, slow = (sft.plan(model, shape, budget=2 * least, options=replace(_HOST, link_bandwidth=rate)) for rate in ("1TB", "1MB"))
     assert fast.host_bytes > 0
     assert slow.estimated_seconds > fast.estimated_seconds
@@ -338,7 +333,7 @@ loss.backward()
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts the mappings of a process in /proc")
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     layers = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
-    least = _least(nn.Sequential(*layers), (1, 3, 64, 32))
+    least = least_budget(nn.Sequential(*layers), (1, 3, 64, 32), _HOST)
     done = subprocess.run([sys.executable, "-P", "-c", _KILLED, str(tmp_path), str(least)], check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     host_bytes, num_mapped = map(int, done.stdout.split())
@@ -388,7 +383,7 @@ class Signal(nn.Module):
 def test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts(folder: bool, tmp_path: Path) -> None:
     model, shape = seeded(Signal), (1, 3, 1601)
     options = sft.Options(host_folder=str(tmp_path)) if folder else _HOST
-    at_home, least = _least(model, shape, sft.Options()), _least(model, shape, options)
+    at_home, least = least_budget(model, shape), least_budget(model, shape, options)
     assert least < 0.4 * at_home
     budget = (4 * least + at_home) // 5
     report = assert_exact(model, image(*shape), budget=budget, options=options, input_grad=False, steps=1)

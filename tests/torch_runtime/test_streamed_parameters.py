@@ -24,6 +24,7 @@ from sft.torch_runtime.streamed_parameters import StreamedParameters
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
+from tests.helpers.plans import least_budget
 from tests.helpers.stage_chains import Normed
 from tests.helpers.streamed_weights import (
     MODELS,
@@ -32,7 +33,6 @@ from tests.helpers.streamed_weights import (
     Mlp,
     TwoHeads,
     Vgg,
-    least_budget,
     x_of,
 )
 
@@ -63,7 +63,7 @@ def test_streamed_weights_are_exact_to_the_byte(name: str) -> None:
 )
 def test_streamed_weights_in_strips_run_again_and_beside_copies(name: str, options: dict[str, Any]) -> None:
     model, asked = seeded(MODELS[name]), sft.Options(weights="stream", **options)
-    budget = "4GiB" if "tile" in options else least_budget(model, tuple(x_of(name).shape), asked)
+    budget = "4GiB" if "tile" in options else least_budget(copy.deepcopy(model), tuple(x_of(name).shape), asked)
     report = assert_exact(model, x_of(name), budget=budget, options=asked, input_grad="tile" in options)
     if "strategy" in options:
         assert report.plan.order, "something runs again, or leaves"
@@ -72,10 +72,10 @@ def test_streamed_weights_in_strips_run_again_and_beside_copies(name: str, optio
 
 def test_the_smallest_budget_is_a_share_of_the_resident_one_and_auto_takes_what_fits() -> None:
     model, shape = seeded(Mlp), (4, 16)
-    resident, streamed = least_budget(model, shape, sft.Options()), least_budget(model, shape, STREAM)
+    resident, streamed = least_budget(copy.deepcopy(model), shape, sft.Options()), least_budget(copy.deepcopy(model), shape, STREAM)
     assert streamed < resident / 2
     auto = sft.Options(weights="auto")
-    assert least_budget(model, shape, auto) == streamed
+    assert least_budget(copy.deepcopy(model), shape, auto) == streamed
     assert sft.plan(copy.deepcopy(model), shape, budget=resident, options=auto).streamed_weights == 0
     report = assert_exact(model, image(*shape), budget=resident - 1, options=auto)
     assert report.plan.streamed_weights == 12

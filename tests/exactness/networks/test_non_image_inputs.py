@@ -20,6 +20,7 @@ from sft.cli.main import main
 from tests.helpers.capture_cache import remembered_captures
 from tests.helpers.exactness import assert_exact, gradient_errors, relative_error
 from tests.helpers.models import image, seeded
+from tests.helpers.plans import least_budget
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
@@ -108,12 +109,6 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 }
 
 
-def _least(model: nn.Module, inputs: Any, options: sft.Options | None = None) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, inputs, budget=1, options=options)
-    return refused.value.needed_bytes
-
-
 def _given(x: Tensor) -> Tensor:
     return x.clone().requires_grad_() if x.is_floating_point() else x
 
@@ -150,7 +145,7 @@ def test_published_strategies_run_as_planned(strategy: str) -> None:
     with remembered_captures():
         plain = sft.plan(model, (32, 16), options=sft.Options(strategy="none"))
         report = assert_exact(
-            model, x, budget=_least(model, (32, 16), options), options=options, tolerance=_TOLERANCE, steps=1, input_grad=False
+            model, x, budget=least_budget(model, (32, 16), options), options=options, tolerance=_TOLERANCE, steps=1, input_grad=False
         )
     assert report.plan.total_bytes < plain.total_bytes
     copies = strategy.startswith(("offload", "vdnn"))
@@ -160,7 +155,7 @@ def test_published_strategies_run_as_planned(strategy: str) -> None:
 def test_optimal_needs_no_more_flops_than_sqrt() -> None:
     model = seeded(_mlp)
     with remembered_captures():
-        budget = _least(model, (32, 16), sft.Options(strategy="sqrt"))
+        budget = least_budget(model, (32, 16), sft.Options(strategy="sqrt"))
         found = [sft.plan(model, (32, 16), budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", "sqrt")]
     assert found[0] <= found[1]
 
@@ -169,7 +164,7 @@ def test_what_does_not_fit_may_wait_on_the_host() -> None:
     model, inputs = seeded(Gpt), _CASES["gpt"][1]()
     with remembered_captures():
         plain = sft.plan(model, list(inputs), options=sft.Options(strategy="none")).total_bytes
-        budget = (_least(model, list(inputs)) + plain) // 2
+        budget = (least_budget(model, list(inputs)) + plain) // 2
         options = sft.Options(host_budget="1MiB", link_bandwidth="1TB", strategy="offload-dp")
         report = assert_exact(model, *inputs, budget=budget, options=options, tolerance=_TOLERANCE, steps=1, input_grad=False)
     assert report.plan.total_bytes <= budget < plain and 0 < report.plan.host_bytes <= 2**20
@@ -183,7 +178,7 @@ def test_a_repetition_follows_the_budget() -> None:
     expected.square().sum().backward()
     with remembered_captures():
         plain = sft.plan(model, (4, 8)).total_bytes
-        for budget in (_least(model, (4, 8)), plain):
+        for budget in (least_budget(model, (4, 8)), plain):
             net: Any = sft.compile(copy.deepcopy(model), (4, 8), budget=budget)
             with sft.measure_peak() as peak:
                 out = net(x.clone())
@@ -205,7 +200,7 @@ def test_ids_alone_masks_and_other_sizes() -> None:
     model = seeded(FromIds)
     with remembered_captures():
         net: Any = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")
-        small: Any = sft.compile(model, (None, 12), budget=_least(model, [torch.empty(2, 12, dtype=torch.long, device="meta")]))
+        small: Any = sft.compile(model, (None, 12), budget=least_budget(model, [torch.empty(2, 12, dtype=torch.long, device="meta")]))
         found = []
         for each in (net, small):
             torch.manual_seed(3)

@@ -15,6 +15,7 @@ import sft
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import AroundFunction, assert_exact_in_strips, assert_streams, cases
+from tests.helpers.plans import least_budget
 
 _Function = Callable[[Tensor], Tensor]
 
@@ -104,9 +105,7 @@ def test_sizes_other_than_the_captured_one() -> None:
 
 def test_the_reduced_volume_is_not_kept() -> None:
     """The smallest plan needs a small part of the volume that is projected, in training as well."""
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(_Projection(), (1, 1, 128, 128, 128), budget=1)
-    assert refused.value.needed_bytes < 4 * 128**3 * 4
+    assert least_budget(_Projection(), (1, 1, 128, 128, 128)) < 4 * 128**3 * 4
 
 
 @settings(max_examples=6)

@@ -11,6 +11,7 @@ import sft
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Residual, TinyUNet, image, seeded
+from tests.helpers.plans import least_budget
 from tests.helpers.stage_chains import deep
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
@@ -30,9 +31,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _least(model: nn.Module, strategy: str) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, _SHAPE, budget=1, options=sft.Options(strategy=strategy))
-    return refused.value.needed_bytes
+    return least_budget(model, _SHAPE, options=sft.Options(strategy=strategy))
 
 
 @pytest.mark.parametrize("name", _MODELS)
@@ -88,9 +87,7 @@ class _TwoScales(nn.Module):
 def test_buffer_updates_after_a_head_are_kept(is_shared: bool) -> None:
     """Regression: running statistics are updated in the tail of a phase; if a head ended inside the phase they were in no segment."""
     model = seeded(lambda: _TwoScales(is_shared=is_shared))
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, _SHAPE, budget=1)
-    least = refused.value.needed_bytes
+    least = least_budget(model, _SHAPE)
     plain = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
     plans = [sft.plan(model, _SHAPE, budget=least + (plain - least) * i // 12) for i in range(12)]
     in_front = [plan for plan in plans if plan.segments[0].mode == "tiled" and len(plan.segments[0].nodes) < 6]

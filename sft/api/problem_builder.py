@@ -69,6 +69,7 @@ def build_problem(
         outputs_on_host=settings.destination.on_host,
         on_host=rates.device_type in ("cpu", "meta"),
         host_budget_bytes=settings.host_budget_bytes(device),
+        host_is_files=options.host_folder is not None,
         rates=rates,
         link=rates.link(options.link_bytes_per_second),
         skips_repeats=settings.skips_repeats,

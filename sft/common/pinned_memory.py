@@ -32,8 +32,14 @@ class CopyStreams:
 
 
 @cache
-def copy_streams(device: torch.device) -> CopyStreams:
-    """Streams of the copies of a device."""
+def copy_streams(device: torch.device, *, recorded: bool = False) -> CopyStreams:
+    """Streams of the copies of a device.
+
+    Args:
+        device: the device.
+        recorded: copies while a CUDA graph is recorded. They have streams of their own: what another thread queued on them would be
+            recorded, too.
+    """
     return CopyStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
 

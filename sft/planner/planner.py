@@ -73,7 +73,9 @@ def plan_segments(
     searches = [AutoSearch(problem, options, variant) for variant in rates.search_variants()]
     if rates.ranks_by_time:
         candidates = (plan for search in searches for plan in search.candidates(room_bytes))
-        plans = by_time(problem, (plan for plan in candidates if not rates.replays or can_record_passes(plan.region)), rates)
+        if rates.replays:
+            candidates = (plan for plan in candidates if can_record_passes(plan.region, copies_to_files=problem.resources.host_is_files))
+        plans = by_time(problem, candidates, rates)
         if plans:
             return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
         if rates.replays:  # an option, whose smallest plan is of no interest

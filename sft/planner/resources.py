@@ -26,6 +26,7 @@ class Resources:
         outputs_on_host: true if the model's outputs are stored on the host.
         on_host: true if the device's memory is the host's.
         host_budget_bytes: most bytes of host memory for values that leave the device during a step; ``None`` is no limit.
+        host_is_files: true if these values are in files.
         rates: rates of the device.
         link: transfer rates between device and host.
         backend: rewrites parts of programs into kernels; ``None`` for ATen alone.
@@ -41,6 +42,7 @@ class Resources:
     outputs_on_host: bool = False
     on_host: bool = True
     host_budget_bytes: int | None = None
+    host_is_files: bool = False
     rates: DeviceRates = field(default_factory=DeviceRates)
     link: HostLink = field(default_factory=HostLink)
     backend: Backend | None = None

@@ -85,12 +85,20 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
         return None
     inputs.active_graphs.activate(inputs.pass_graphs)
 
-    def run(leaves: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Tape]:
-        with torch.no_grad(), _pass_settings(region, inputs), _running(inputs.machine(backward=False)) as machine:
-            return region.forward(machine, leaves, keep=keep)
+    def run(leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> tuple[dict[str, torch.Tensor], Tape]:
+        with torch.no_grad(), _pass_settings(region, inputs), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
+            outputs, tape = region.forward(machine, leaves, keep=keep)
+            if offloader is not None:
+                offloader.finish(tape.copies.by_target.values())
+            return outputs, tape
 
-    release = (lambda: None) if inputs.pool is None else inputs.pool.pool.release
-    return inputs.pass_graphs.forward(leaves, run, keep=keep, release=release)
+    return inputs.pass_graphs.forward(
+        leaves,
+        run,
+        keep=keep,
+        release=(lambda: None) if inputs.pool is None else inputs.pool.pool.release,
+        make_offloader=partial(inputs.make_offloader, is_recorded=True) if keep else lambda: None,
+    )
 
 
 def _forward_with_tape(
@@ -143,7 +151,7 @@ class _RegionFunction(torch.autograd.Function):
         computed = [name for name in region.outputs if name not in leaves]
         ctx.recorded, ctx.tape, ctx.offloader, ctx.versions = _replay_forward(region, inputs, leaves, keep=True), None, None, {}
         if ctx.recorded is None:
-            offloader = ctx.offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
+            offloader = ctx.offloader = inputs.make_offloader()
             outputs, ctx.tape = _forward_with_tape(region, inputs, leaves, hosts, offloader)
             ctx.versions = _detach_tape(ctx.tape, outputs, computed, {*leaves, *inputs.sources}, hosts)
         else:
@@ -243,10 +251,11 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         if leaf_grads is not None:
             return _grads_of_tensors(ctx, leaf_grads, reached)
         ctx.recorded = None
-        tape = _recompute_tape(region, inputs, leaves)
+        offloader = inputs.make_offloader()
+        tape = _recompute_tape(region, inputs, leaves, offloader)
         if not consume:
             inputs.check_retain_graph()
-            ctx.tape, tape = tape, tape.fork()
+            ctx.tape, ctx.offloader, tape = tape, offloader, tape.fork()
     assert tape is not None
     tape.values.by_name.update(leaves)
     tape.values.by_name.update(inputs.sources)
@@ -281,20 +290,22 @@ def _grads_of_tensors(ctx: Any, leaf_grads: Mapping[str, torch.Tensor], reached:
     return [*by_tensor, *[None] * (ctx.num_tensors - len(by_tensor))]
 
 
-def _record_backward(region: Region, inputs: RegionInputs, tape: Tape, output_grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _record_backward(
+    region: Region, inputs: RegionInputs, tape: Tape, offloader: HostOffloader | None, output_grads: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Run a backward pass while it is recorded: in the memory pool of the recording."""
-    with _pass_settings(region, inputs), _running(inputs.machine(backward=True)) as machine:
+    with _pass_settings(region, inputs), _running(inputs.machine(backward=True, offloader=offloader)) as machine:
         return region.backward(machine, tape, output_grads)
 
 
-def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, torch.Tensor]) -> Tape:
+def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> Tape:
     """Tape of another forward pass, for a backward pass that could not be recorded.
 
     Buffers that the forward pass has updated are zeros in it: only their own updates depend on them.
     """
     updated = [name for name in inputs.names if name in inputs.updated]
     zeros = {name: torch.zeros(region.shapes[name], dtype=region.dtypes[name], device=inputs.device) for name in updated}
-    outputs, tape = _forward_with_tape(region, inputs, {**leaves, **zeros}, {}, None)
+    outputs, tape = _forward_with_tape(region, inputs, {**leaves, **zeros}, {}, offloader)
     _detach_tape(tape, outputs, (), {*leaves, *zeros}, {})
     return tape
 

@@ -15,12 +15,15 @@ So every buffer is allocated and freed on the computation's stream, and freed on
 which leaves the order to the allocator's guess, is not needed. The computation's stream is queried before another stream is entered, never
 inside. A range of the slab is given to another copy only after a wait for the last one.
 
+A pass that is recorded as a CUDA graph contains its copies: the streams join the recording by their first wait, and the computation waits
+for all copies before it ends (:meth:`HostOffloader.finish`). Replays copy the same ranges of the slab.
+
 On other devices a copy is synchronous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,13 +56,14 @@ class HostOffloader:
         device: device of the buffers.
         lease: slab of the copies.
         may_exceed_slab: True if copies beyond the slab get memory of their own. The size of a plan's slab assumes a backward pass that
-        frees
-            the copies that it has read; with a retained graph they stay.
+            frees the copies that it has read; with a retained graph they stay.
+        is_recorded: True for the copies of passes that are recorded as CUDA graphs.
     """
 
     device: torch.device
     lease: SlabLease
     may_exceed_slab: bool = False
+    is_recorded: bool = False
     _arena: HostArena = field(default_factory=HostArena)
     _overflow: dict[int, Tensor] = field(default_factory=dict)
 
@@ -105,6 +109,11 @@ class HostOffloader:
         self._overflow.pop(copy.start, None)
         self._arena.free(copy.start)
 
+    def finish(self, copies: Iterable[OffloadedValue]) -> None:
+        """Make the computation's stream wait for all copies of these values: no event of a recording is known to the next one."""
+        for copy in copies:
+            self._wait_copies(copy)
+
     def quiesce(self) -> None:
         """Make the computation's stream wait for all copies, when a failed step frees buffers that copies may still access."""
         if self.device.type == "cuda":
@@ -134,7 +143,7 @@ class HostOffloader:
         if self.device.type != "cuda":
             yield None
             return
-        stream = getattr(copy_streams(self.device), direction)
+        stream = getattr(copy_streams(self.device, recorded=self.is_recorded), direction)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield stream

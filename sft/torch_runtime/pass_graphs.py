@@ -1,15 +1,16 @@
 """CUDA graphs of whole passes: the forward pass and the backward pass of a plan, each recorded once and replayed with a single call.
 
 The host issues the instructions of a pass one after the other, each in 10 to 20 microseconds. Kernels of small strips take less, so the
-device waits. The schedule of a plan is the same in every step, as long as all that it reads is on the device: a pass is recorded as a CUDA
-graph, and a replay issues all of its kernels at once.
+device waits. The schedule of a plan is the same in every step, as long as no host code computes a part of it: a pass is recorded as a CUDA
+graph, and a replay issues all of its kernels and copies at once.
 
 A graph runs on the addresses that it was recorded on:
 
 - the model's weights and buffers are recorded as they are; if they have moved, the passes are recorded again, as they are if settings of
   torch that select kernels have changed;
 - inputs and gradients of outputs are copied into tensors of the recording before a replay;
-- outputs and gradients are copied out of the recording after it.
+- outputs and gradients are copied out of the recording after it;
+- values that wait on the host are copied to and from one slab of page-locked memory, which the recording leases.
 
 All other tensors are in the recording's memory pool. It consists of the plan's segments, as the pool of passes without graphs
 (:mod:`sft.torch_runtime.device_pool`) does, which it replaces.
@@ -43,6 +44,7 @@ from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.cuda_graphs import recording_stream
 from sft.torch_runtime.device_pool import PoolLayout, prepare_cublas, reserve_pool
+from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
 from sft.torch_runtime.profiling import kernel_settings
 
@@ -52,9 +54,9 @@ __all__ = ["CudaPassRecorder", "PassGraphs", "PassRecorder", "RecordedCall", "ca
 _MAX_RECORDINGS = 4
 
 #: Runs a forward pass on leaves: outputs, and the tape.
-RunForward = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], Tape]]
+RunForward = Callable[[Mapping[str, Tensor], HostOffloader | None], tuple[dict[str, Tensor], Tape]]
 #: Runs a backward pass on gradients of outputs: gradients of leaves.
-RunBackward = Callable[[Tape, dict[str, Tensor]], dict[str, Tensor]]
+RunBackward = Callable[[Tape, HostOffloader | None, dict[str, Tensor]], dict[str, Tensor]]
 
 
 class PassRecorder(Protocol):
@@ -105,11 +107,18 @@ class CudaPassRecorder:
         self._pool = None
 
 
-def can_record_passes(region: Region) -> bool:
-    """True if the passes of a region use the device alone, and are the same in every call."""
+def can_record_passes(region: Region, *, copies_to_files: bool = False) -> bool:
+    """True if no host code computes a part of a region's passes, and they are the same in every call.
+
+    Args:
+        region: the region.
+        copies_to_files: true if offloaded values are copied to files, whose pages cannot be locked.
+    """
     if region.from_source or region.host_outputs or region.streamed or region.weights is not None:
         return False
-    if any(op.is_copy for op in region.schedule) or any(node.kind == "seed" for node in region.graph.nodes):
+    if copies_to_files and any(op.is_copy for op in region.schedule):
+        return False
+    if any(node.kind == "seed" for node in region.graph.nodes):
         return False
     if any(isinstance(segment, TiledSegment) and segment.strip_policy is not RUN_ALL_STRIPS for segment in region.segments):
         return False
@@ -161,6 +170,7 @@ class _RecordedStep:
         key: addresses and strides of the weights and buffers, and torch's settings.
         forward: the forward pass.
         tape: its tape, until the backward pass is recorded, which consumes it.
+        offloader: its copies on the host; ``None`` if it has none.
         backward: the backward pass, once it is recorded.
         call: the call that was replayed last.
     """
@@ -168,6 +178,7 @@ class _RecordedStep:
     key: tuple[Any, ...]
     forward: _Recording
     tape: Tape | None
+    offloader: HostOffloader | None
     backward: _Recording | None = None
     call: weakref.ref[RecordedCall] | None = None
 
@@ -234,7 +245,13 @@ class PassGraphs:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def forward(
-        self, leaves: Mapping[str, Tensor], run: RunForward, *, keep: bool, release: Callable[[], None] = lambda: None
+        self,
+        leaves: Mapping[str, Tensor],
+        run: RunForward,
+        *,
+        keep: bool,
+        release: Callable[[], None] = lambda: None,
+        make_offloader: Callable[[], HostOffloader | None] = lambda: None,
     ) -> RecordedCall | None:
         """Run a forward pass as a graph; ``None`` if it must run without one.
 
@@ -243,6 +260,7 @@ class PassGraphs:
             run: runs the pass without a graph, to record it.
             keep: true if a backward pass follows.
             release: frees the memory of passes without graphs, before a recording.
+            make_offloader: makes the copies on the host of a recording.
         """
         with self._lock:
             if not self.is_enabled or self.recorder.is_recorded:
@@ -256,7 +274,7 @@ class PassGraphs:
                 return None
             if self._step is None:
                 release()
-            step = self._recorded_step(leaves, run, keep)
+            step = self._recorded_step(leaves, run, make_offloader, keep)
             if step is None:
                 return None
             step.forward.run(leaves)
@@ -280,10 +298,12 @@ class PassGraphs:
             # Dense and in the layout of images, as the caller's gradient may be expanded.
             layouts = {name: CHANNELS_LAST.get(grad.dim(), torch.contiguous_format) for name, grad in output_grads.items()}
             inputs = {name: torch.empty_like(grad, memory_format=layouts[name]) for name, grad in output_grads.items()}
-            step.backward = self._record(inputs, lambda: run(tape, dict(inputs)))
+            step.backward = self._record(inputs, lambda: run(tape, step.offloader, dict(inputs)))
             return step.backward is not None
 
-    def _recorded_step(self, leaves: Mapping[str, Tensor], run: RunForward, keep: bool) -> _RecordedStep | None:
+    def _recorded_step(
+        self, leaves: Mapping[str, Tensor], run: RunForward, make_offloader: Callable[[], HostOffloader | None], keep: bool
+    ) -> _RecordedStep | None:
         """The recording for these weights; ``None`` if there is none."""
         addresses = tuple((name, leaves[name].data_ptr(), leaves[name].stride()) for name in sorted(self.fixed) if name in leaves)
         key = (*addresses, torch.backends.cudnn.enabled, *kernel_settings().values())
@@ -295,17 +315,18 @@ class PassGraphs:
             self._disable()
             return None
         tapes: list[Tape] = []
+        offloader = make_offloader()
         with _recording_mode():
             inputs = {name: torch.empty_like(leaf) for name, leaf in leaves.items() if name not in self.fixed}
 
         def work() -> dict[str, Tensor]:
-            outputs, tape = run({**leaves, **inputs})
+            outputs, tape = run({**leaves, **inputs}, offloader)
             tapes.extend([tape] if keep else [])
             return {name: output for name, output in outputs.items() if name not in leaves}
 
         forward = self._record(inputs, work)
         if forward is not None:
-            self._step = _RecordedStep(key=key, forward=forward, tape=tapes[0] if keep else None)
+            self._step = _RecordedStep(key=key, forward=forward, tape=tapes[0] if keep else None, offloader=offloader)
         return self._step
 
     def _record(self, inputs: dict[str, Tensor], work: Callable[[], dict[str, Tensor]]) -> _Recording | None:

@@ -76,6 +76,10 @@ class RegionInputs:
         """Context in which a pass allocates device memory."""
         return contextlib.nullcontext() if self.pool is None else self.pool.use(self.device)
 
+    def make_offloader(self, *, is_recorded: bool = False) -> HostOffloader | None:
+        """Copies on the host of one step; ``None`` for a schedule without any."""
+        return None if self.slab_pool is None else HostOffloader(self.device, self.slab_pool.lease(), is_recorded=is_recorded)
+
     def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
         """Streamed weights of a forward pass; ``None`` if all are resident."""
         return contextlib.nullcontext() if self.weights is None else self.weights.forward()

@@ -29,11 +29,46 @@ from tests.helpers.happens_before import Allocation, ByteView, RaceChecker, Time
 from tests.helpers.host_memory_accesses import watch_host_memory
 from tests.helpers.thread_order import order_threads
 
-__all__ = ["DEVICE", "FakeEvent", "FakeGpu", "FakeStream", "fake_cuda", "observed"]
+__all__ = ["DEVICE", "Capture", "FakeEvent", "FakeGpu", "FakeStream", "fake_cuda", "observed"]
 
 DEVICE = torch.device("cuda", 0)
 _SCALAR_READS = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"})
 _View = tuple[Allocation, ByteView]
+
+
+class Capture:
+    """Stream capture: the streams that work is recorded from.
+
+    The rules are CUDA's (programming guide, "Creating a Graph Using Stream Capture"): a stream joins by its wait for an event of the
+    capture, no captured stream waits for an event outside of it, the host waits for none of its events, and all streams have joined the
+    first one at the end.
+
+    Args:
+        origin: the stream that begins the capture.
+    """
+
+    def __init__(self, origin: FakeStream) -> None:
+        self._origin, self._streams, self.has_ended = origin, [origin], False
+
+    def __enter__(self) -> Capture:
+        self._origin.capture = self
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.has_ended = True
+        for stream in self._streams:
+            stream.capture = None
+            number = stream.timeline.number
+            if error is None and self._origin.timeline.clock.get(number, 0) < stream.timeline.clock.get(number, 0):
+                raise RuntimeError("capturing stream has unjoined work")
+
+    def wait(self, stream: FakeStream) -> None:
+        """Let a stream wait for an event of the capture."""
+        if self.has_ended or stream.capture not in (None, self):
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+        if stream.capture is None:
+            stream.capture = self
+            self._streams.append(stream)
 
 
 class FakeEvent:
@@ -42,10 +77,12 @@ class FakeEvent:
     def __init__(self, gpu: FakeGpu | None = None, *_: Any, **__: Any) -> None:
         self._gpu = gpu if isinstance(gpu, FakeGpu) else _active()
         self.clock: dict[int, int] = {}
+        self.capture: Capture | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
         """After all work queued on a stream so far."""
-        self.clock = (stream or self._gpu.current_stream()).timeline.snapshot()
+        stream = stream or self._gpu.current_stream()
+        self.clock, self.capture = stream.timeline.snapshot(), stream.capture
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """Make a stream wait."""
@@ -53,11 +90,13 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         """Make the calling thread wait."""
+        _refuse_capture(self.capture)
         self._gpu.num_synchronizations += 1
         self._gpu.thread().join(self.clock)
 
     def query(self) -> bool:
         """True if the calling thread has waited for it, in whatever way."""
+        _refuse_capture(self.capture)
         known = self._gpu.thread().clock
         return all(tick <= known.get(number, 0) for number, tick in self.clock.items())
 
@@ -70,12 +109,17 @@ class FakeStream:
         self.gpu.num_streams += 1
         self.timeline = self.gpu.checker.timeline(name or f"stream {self.gpu.num_streams}")
         self.device = DEVICE
+        self.capture: Capture | None = None
 
     def wait_event(self, event: FakeEvent) -> None:
+        if event.capture is not None:
+            event.capture.wait(self)
+        elif self.capture is not None:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
         self.timeline.join(event.clock)
 
     def wait_stream(self, stream: FakeStream) -> None:
-        self.timeline.join(stream.timeline.clock)
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent(self.gpu)
@@ -83,11 +127,17 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
+        _refuse_capture(self.capture)
         self.gpu.num_synchronizations += 1
         self.gpu.thread().join(self.timeline.clock)
 
     def query(self) -> bool:
         return False
+
+
+def _refuse_capture(capture: Capture | None) -> None:
+    if capture is not None:
+        raise RuntimeError("operation not permitted when stream is capturing")
 
 
 @dataclass(slots=True)
@@ -278,6 +328,7 @@ class FakeGpu:
         with self._lock:
             self._launch(self.current_stream(), label, [self._view(source)], [self._view(target)])
             if not non_blocking or not self.is_pinned(host):
+                _refuse_capture(self.current_stream().capture)
                 self.blocking_copies.append(label)
                 self.thread().join(self.current_stream().timeline.clock)
         target.copy_(source)

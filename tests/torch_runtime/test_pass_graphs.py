@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,78 +14,23 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.common.torch_internals import TorchDispatchMode, op_schema
+from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_graphs import PassGraphs, can_record_passes
-from tests.helpers.models import ConvNet, Residual, seeded
+from tests.helpers.fake_cuda_steps import gpu_steps
+from tests.helpers.models import ConvNet, Residual, TinyUNet, seeded
+from tests.helpers.pass_recorders import CaptureRecorder, LogRecorder
+from tests.helpers.stage_chains import least_budget
 
 _SHAPE = (2, 3, 48, 40)
 
 
-class _Log(TorchDispatchMode):
-    """Operators with their arguments and results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-
-@dataclass
-class LogRecorder:
-    """Recorder that runs a pass and logs its operators.
-
-    Attributes:
-        num_records: number of recordings.
-        fails_at: number of the recording that fails.
-        num_closed: number of times that its memory was freed.
-        is_recorded: true while the caller records.
-    """
-
-    num_records: int = 0
-    fails_at: int | None = None
-    num_closed: int = 0
-    is_recorded: bool = False
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.num_records += 1
-        with _Log() as log:
-            work()
-        if self.num_records == self.fails_at:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-        def replay() -> None:
-            for func, args, kwargs, old in log.calls:
-                returns = [each.alias_info for each in op_schema(func).returns]
-                if any(alias is not None and not alias.is_write for alias in returns):
-                    continue  # a view
-                with torch.no_grad():
-                    new = func(*args, **kwargs)
-                    if all(alias is None for alias in returns):
-                        _overwrite(old, new)
-
-        return replay
-
-    def close(self) -> None:
-        self.num_closed += 1
-
-
-def _overwrite(old: Any, new: Any) -> None:
-    if isinstance(old, Tensor):
-        old.copy_(new)
-    elif isinstance(old, (list, tuple)):
-        for one, other in zip(old, new, strict=True):
-            _overwrite(one, other)
-
-
-def _recorded(net: Any, x: Tensor, *, grad: bool = True, fails_at: int | None = None) -> tuple[PassGraphs, LogRecorder]:
+def _recorded(
+    net: Any, x: Tensor, *, grad: bool = True, fails_at: int | None = None, recorder: LogRecorder | None = None
+) -> tuple[PassGraphs, LogRecorder]:
     """Record the passes of a compiled module's plan, as the engine does on a GPU."""
     with torch.set_grad_enabled(grad):
         net.plan_for(x)
-    engine, recorder = net._sft_engine, LogRecorder(fails_at=fails_at)
+    engine, recorder = net._sft_engine, recorder or LogRecorder(fails_at=fails_at)
     key = next(reversed(engine.plan_cache.prepared))
     ready = engine.plan_cache.prepared[key]
     assert can_record_passes(ready.region)
@@ -111,9 +57,25 @@ def _step(net: nn.Module, x: Tensor) -> list[Tensor]:
     return _results(net, x, y)
 
 
+#: Options of plans that copy values to the host and back.
+_OFFLOAD = {"tile": None, "strategy": "offload-dp", "host_budget": "64GiB"}
+
+
+def _settings(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Arguments of `sft.compile`."""
+    settings: dict[str, Any] = {"options": sft.Options(**{"tile": (8, None), **options})}
+    if "host_budget" in options:  # the plan of the least budget, and room for passes that retain the graph
+        plan = sft.plan(model, _SHAPE, budget=least_budget(model, options["strategy"], _SHAPE), **settings)
+        order = [op for op in plan.order if op != "~3+"]  # a copy that is under way when the forward pass ends
+        order.insert(order.index("L") + 1, "~3+")
+        settings.update(budget="4GiB", plan=replace(plan, order=tuple(order)))
+    return settings
+
+
 def _pair(make: Callable[[], nn.Module] = ConvNet, **options: Any) -> tuple[Any, Any]:
     """Two compiled modules with equal weights."""
-    net: Any = sft.compile(seeded(make), _SHAPE, options=sft.Options(**{"tile": (8, None), **options}))
+    model = seeded(make)
+    net: Any = sft.compile(model, _SHAPE, **_settings(model, **options))
     return net, copy.deepcopy(net)
 
 
@@ -134,7 +96,8 @@ class _Upsampled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (ConvNet, {"tile": None, "strategy": "none"})]
+    ("make", "options"),
+    [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (ConvNet, {"tile": None, "strategy": "none"}), (TinyUNet, _OFFLOAD)],
 )
 def test_replayed_steps_are_the_same(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     net, plain = _pair(make, **options)
@@ -165,8 +128,9 @@ def test_gradients_accumulate() -> None:
     assert graphs.num_replays == 2
 
 
-def test_a_repeated_backward_pass() -> None:
-    net, plain = _pair(_Upsampled)
+@pytest.mark.parametrize(("make", "options"), [(_Upsampled, {}), (TinyUNet, _OFFLOAD)])
+def test_a_repeated_backward_pass(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    net, plain = _pair(make, **options)
     graphs, _ = _recorded(net, _input(0))
     for one in (net, plain):
         for _ in range(2):
@@ -248,9 +212,10 @@ def test_inference_mode_and_later_calls_share_a_recording() -> None:
     assert graphs.num_replays == 3 and recorder.num_records == 1
 
 
-def test_a_repeated_backward_pass_without_a_recording() -> None:
+@pytest.mark.parametrize(("make", "options"), [(_Upsampled, {}), (TinyUNet, _OFFLOAD)])
+def test_a_repeated_backward_pass_without_a_recording(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """The recording of the backward pass fails in a pass that retains the graph."""
-    net, plain = _pair(_Upsampled)
+    net, plain = _pair(make, **options)
     _recorded(net, _input(0), fails_at=2)
     results = []
     for one in (net, plain):
@@ -322,6 +287,39 @@ def test_flops_of_replays_are_reported() -> None:
     assert counts == [net.plan.flops] * 4
 
 
+def test_recorded_copies_to_the_host_have_no_races() -> None:
+    """Recordings obey the rules of stream captures; each replay uses the slab that it leased."""
+    net, plain = _pair(TinyUNet, **_OFFLOAD)
+    with gpu_steps() as gpu:
+        graphs, recorder = _recorded(net, _input(0), recorder=CaptureRecorder(gpu=gpu))
+        ours = [_step(net, _input(seed)) for seed in range(4)]
+        assert graphs.is_enabled and graphs.num_replays == 3 and recorder.num_records == 2
+        del net, graphs
+    assert not gpu.checker.races, "\n".join(gpu.checker.races[:5])
+    assert not gpu.blocking_copies
+    _assert_close([each for step in ours for each in step], [each for seed in range(4) for each in _step(plain, _input(seed))])
+
+
+def test_a_recording_that_does_not_wait_for_its_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostOffloader, "finish", lambda offloader, copies: None)
+    net, plain = _pair(TinyUNet, **_OFFLOAD)
+    with gpu_steps() as gpu:
+        graphs, _ = _recorded(net, _input(0), recorder=CaptureRecorder(gpu=gpu))
+        _step(net, _input(0))
+        with pytest.warns(RuntimeWarning, match="could not be recorded as a CUDA graph .*(unjoined|capturing)"):
+            ours = _step(net, _input(1))
+        assert not graphs.is_enabled
+        del net, graphs
+    _step(plain, _input(0))
+    _assert_close(ours, _step(plain, _input(1)))
+
+
+def test_copies_to_files_are_not_recorded(tmp_path: Path) -> None:
+    net, _ = _pair(TinyUNet, **_OFFLOAD, host_folder=str(tmp_path))
+    (ready,) = net._sft_engine.plan_cache.prepared.values()
+    assert can_record_passes(ready.region) and not can_record_passes(ready.region, copies_to_files=True)
+
+
 def test_plans_that_use_the_host_are_not_recorded() -> None:
     x = sft.sources.ArraySource(_input(0, requires_grad=False)[0].numpy(), layout="CHW", dtype=torch.float64)
     dropout = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5)).double()
@@ -354,11 +352,12 @@ def test_the_budget_has_room_for_recordings() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("make", [ConvNet, Residual, _Upsampled])
-def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(("make", "options"), [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (TinyUNet, _OFFLOAD)])
+def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     model = seeded(make).cuda()
-    plain: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None)))
-    net: Any = sft.compile(model, _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
+    settings = _settings(model, **options)
+    plain: Any = sft.compile(copy.deepcopy(model), _SHAPE, **settings)
+    net: Any = sft.compile(model, _SHAPE, **{**settings, "options": replace(settings["options"], cuda_graphs=True)})
 
     def step(one: nn.Module, seed: int) -> list[Tensor]:
         one.zero_grad(set_to_none=True)

@@ -106,7 +106,9 @@ class OverheadEstimator:
         self._multiplies = self._has_scratch = False
         trace = record_step(problem, projected.region, self._workspaces)
         resident = resident_sizes(problem)
-        records_passes = self.cuda_graphs == "passes" and can_record_passes(projected.region)
+        records_passes = self.cuda_graphs == "passes" and can_record_passes(
+            projected.region, copies_to_files=problem.resources.host_is_files
+        )
         if records_passes:
             resident += recording_sizes(problem)
         # While a strip is recorded, allocations go to the graph's pool.

@@ -1,0 +1,109 @@
+"""Recorders of passes without a GPU: a recording is a list of operators, which a replay runs again on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.common.torch_internals import TorchDispatchMode, op_schema, pytree
+from tests.helpers.fake_cuda import Capture, FakeGpu, FakeStream
+
+__all__ = ["CaptureRecorder", "LogRecorder"]
+
+
+class _Log(TorchDispatchMode):
+    """Operators with their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, list[int]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result, [each.untyped_storage().nbytes() for each in _tensors(result)]))
+        return result
+
+    def replay(self) -> None:
+        """Run all operators again on the same tensors."""
+        for func, args, kwargs, old, sizes in self.calls:
+            returns = [each.alias_info for each in op_schema(func).returns]
+            if any(alias is not None and not alias.is_write for alias in returns):
+                continue  # a view
+            with torch.no_grad():
+                for result, size in zip(_tensors(old), sizes, strict=True):
+                    if result.untyped_storage().nbytes() < size and size:  # its copy was on the host at the end of the recording
+                        torch.ops.sft.resize_storage_(result, size)
+                if func.__name__.startswith("empty"):
+                    continue
+                new = func(*args, **kwargs)
+                if all(alias is None for alias in returns):
+                    for result, value in zip(_tensors(old), _tensors(new), strict=True):
+                        result.copy_(value)
+
+
+@dataclass
+class LogRecorder:
+    """Recorder that runs a pass and logs its operators.
+
+    Attributes:
+        num_records: number of recordings.
+        fails_at: number of the recording that fails.
+        num_closed: number of times that its memory was freed.
+        is_recorded: true while the caller records.
+    """
+
+    num_records: int = 0
+    fails_at: int | None = None
+    num_closed: int = 0
+    is_recorded: bool = False
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_records += 1
+        with _Log() as log:
+            work()
+        if self.num_records == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return log.replay
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@dataclass
+class CaptureRecorder(LogRecorder):
+    """Recorder on the fake CUDA device, by the rules of stream captures.
+
+    Attributes:
+        gpu: the device.
+    """
+
+    gpu: FakeGpu = field(kw_only=True)
+    _stream: FakeStream | None = None
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        stream = self._stream = self._stream or FakeStream(name="stream of recordings")
+        with self._in_order(stream), Capture(stream), self.gpu.on_stream(stream):  # here a recording runs, too
+            replay = super().record(work)
+
+        def replay_in_order() -> None:
+            with self._in_order(stream), self.gpu.on_stream(stream):
+                replay()
+
+        return replay_in_order
+
+    @contextmanager
+    def _in_order(self, stream: FakeStream) -> Iterator[None]:
+        """Order work on a stream between the work before it and after it on the current one."""
+        compute = self.gpu.current_stream()
+        stream.wait_stream(compute)
+        yield
+        compute.wait_stream(stream)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -191,6 +191,16 @@ class Graph:
         return tuple(node.name for node in self.nodes if node.kind == "input")
 
     @cached_property
+    def seeds(self) -> tuple[str, ...]:
+        """Names of the seeds of random numbers: none or one."""
+        return tuple(node.name for node in self.nodes if node.kind == "seed")
+
+    @cached_property
+    def call_leaves(self) -> frozenset[str]:
+        """Names of the leaves that differ from call to call: inputs and seeds."""
+        return frozenset((*self.inputs, *self.seeds))
+
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """The values that the graph must deliver, each once: outputs, then updates."""
         return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))

@@ -24,6 +24,7 @@ from sft.common.errors import InputError
 from sft.kernels.common import has_triton
 from sft.kernels.rng.dropout_reference import block_words, mask_blocks, reference_dropout, reference_keep_mask, reference_write_mask
 from sft.kernels.rng.mask_tile import MaskKind, MaskTile
+from sft.kernels.rng.philox import KeyWord
 
 __all__ = [
     "Distribution",
@@ -134,7 +135,7 @@ def dropout(
     *,
     origin: tuple[int, int, int],
     extents: tuple[int, int, int, int],
-    seed: int,
+    seed: KeyWord,
     site: int,
     draw: int,
     p: float,
@@ -149,7 +150,8 @@ def dropout(
 
     Args:
         x: tile ``[n, C, h, w]`` of a floating dtype and any strides.
-        origin, extents, seed, site, draw, p, kind: as for ``keep_mask``.
+        origin, extents, site, draw, p, kind: as for ``keep_mask``.
+        seed: the key, 64 bits, as a number or in an int64 tensor with one element on the device of ``x``.
         out: result of the shape, dtype and device of ``x``; may be ``x``. Not differentiable.
 
     Returns:

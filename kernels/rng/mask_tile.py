@@ -25,9 +25,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sft.common.errors import InputError
-from sft.kernels.rng.philox import key_of
+from sft.kernels.rng.philox import KeyWord, key_of
 
 __all__ = ["CHANNELS_PER_CALL", "MaskKind", "MaskTile", "ceil_div", "threshold_of"]
 
@@ -68,8 +69,8 @@ class MaskTile:
     extents: tuple[int, int, int, int]
     #: position of the tile's first element in the untiled tensor: batch, row, column
     origin: tuple[int, int, int]
-    #: the key, 64 bits
-    seed: int
+    #: the key, 64 bits; in an int64 tensor with one element if it differs between the replays of a recording
+    seed: KeyWord
     #: number of the random operator in the network, 32 bits
     site: int
     #: number of the mask among several masks of one seed and site, 32 bits
@@ -85,7 +86,10 @@ class MaskTile:
             problems.append(f"kind is {self.kind!r}; choose one of {', '.join(get_args(MaskKind))}")
         if not 0.0 <= self.p <= 1.0:
             problems.append(f"p is {self.p}; it is a probability, from 0 to 1")
-        if not -(2**63) <= self.seed < 2**64:
+        if isinstance(self.seed, Tensor):
+            if self.seed.dtype != torch.int64 or self.seed.numel() != 1:
+                problems.append(f"seed is a tensor {tuple(self.seed.shape)} of {self.seed.dtype}; give one int64 element")
+        elif not -(2**63) <= self.seed < 2**64:
             problems.append(f"seed is {self.seed}, which has more than 64 bits; draw one with sft.kernels.rng.philox.draw_seed()")
         for name, word in (("site", self.site), ("draw", self.draw)):
             if not 0 <= word < 2**32:
@@ -110,7 +114,7 @@ class MaskTile:
         return threshold_of(self.p)
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[KeyWord, KeyWord]:
         """Philox's key, low word first."""
         return key_of(self.seed)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_INCREMENTS", "MULTIPLIERS", "NUM_ROUNDS", "draw_seed", "key_of", "philox4x32"]
+__all__ = ["KEY_INCREMENTS", "MULTIPLIERS", "NUM_ROUNDS", "KeyWord", "draw_seed", "key_of", "philox4x32", "seed_tensor", "seed_word"]
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -23,7 +23,11 @@ NUM_ROUNDS = 10
 _LOW_WORD = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+#: A word of a key: a number, or an int64 tensor with one element.
+KeyWord = int | Tensor
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[KeyWord, KeyWord]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each counter.
 
     Args:
@@ -59,13 +63,34 @@ def _multiply(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return (product >> 32).add_(words), product.bitwise_and_(_LOW_WORD)
 
 
-def key_of(seed: int) -> tuple[int, int]:
+def key_of(seed: KeyWord) -> tuple[KeyWord, KeyWord]:
     """The key of a 64-bit seed, low word first. A negative seed counts as its two's complement.
+
+    The key of a seed in a tensor is computed by the tensor's device, so that no host thread waits for its value.
 
     >>> key_of(-1) == key_of(2**64 - 1) == (0xFFFFFFFF, 0xFFFFFFFF)
     True
     """
     return seed & _LOW_WORD, (seed >> 32) & _LOW_WORD
+
+
+def seed_tensor(seed: int, device: torch.device) -> Tensor:
+    """The seed as an int64 tensor with one element, in two's complement.
+
+    On a CUDA device its kernels read it, and a kernel writes it: no copy from the host. For other devices it is in host memory.
+
+    >>> seed_tensor(2**64 - 1, torch.device("cpu"))
+    tensor([-1])
+    """
+    value = seed - 2**64 if seed >= 2**63 else seed
+    if device.type != "cuda":
+        return torch.tensor([value], device="cpu")
+    return torch.full((1,), value, dtype=torch.int64, device=device)
+
+
+def seed_word(seed: Tensor) -> KeyWord:
+    """The seed as a number if it is in host memory, otherwise the tensor: no host thread waits for a device."""
+    return int(seed) if seed.device.type == "cpu" else seed
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:

@@ -43,7 +43,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 # Values that change from tile to tile or from step to step, which must not specialize the kernel.
 _RUNTIME = ["num_rows", "num_columns", "start", "index_n", "index_g", "index_h", "index_w"]
-_RUNTIME += ["seed_low", "seed_high", "site", "draw", "threshold"]
+_RUNTIME += ["site", "draw", "threshold"]
 
 
 @triton.jit
@@ -59,18 +59,19 @@ def _place(num_channels, num_rows, num_columns, COLUMNS: tl.constexpr, CHANNELS:
 
 
 @triton.jit
-def _words(index, seed_low, seed_high, site, draw):
+def _words(index, p_seed, site, draw):
     """Four blocks of words [P, G] for a block of int64 indices [P, G]."""
+    seed = tl.load(p_seed)
     none = tl.zeros_like(index).to(tl.uint32)
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     c2, c3 = none + site.to(tl.uint32), none + draw.to(tl.uint32)
-    return philox4x32(low, high, c2, c3, none + seed_low.to(tl.uint32), none + seed_high.to(tl.uint32))
+    return philox4x32(low, high, c2, c3, none + seed.to(tl.uint32), none + (seed >> 32).to(tl.uint32))
 
 
 @triton.jit
-def _keep(index, seed_low, seed_high, site, draw, threshold, CHANNELS: tl.constexpr):
+def _keep(index, p_seed, site, draw, threshold, CHANNELS: tl.constexpr):
     """The mask [P, C] of a block of indices [P, G]: channel 4 g + j takes word j of index g."""
-    w0, w1, w2, w3 = _words(index, seed_low, seed_high, site, draw)
+    w0, w1, w2, w3 = _words(index, p_seed, site, draw)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [P, G, 2, 2]
     words = tl.reshape(words, (index.shape[0], CHANNELS))
     return words.to(tl.int64) >= threshold  # in int64, since a threshold of 2**32 drops all elements
@@ -79,6 +80,7 @@ def _keep(index, seed_low, seed_high, site, draw, threshold, CHANNELS: tl.conste
 @triton.jit(do_not_specialize=_RUNTIME)
 def keep_kernel(
     p_mask,  # uint8 [n, C, h, w], contiguous
+    p_seed,  # int64 [1]
     num_channels,
     num_rows,
     num_columns,
@@ -87,8 +89,6 @@ def keep_kernel(
     index_g: tl.int64,
     index_h: tl.int64,
     index_w: tl.int64,
-    seed_low: tl.int64,
-    seed_high: tl.int64,
     site: tl.int64,
     draw: tl.int64,
     threshold: tl.int64,
@@ -101,7 +101,7 @@ def keep_kernel(
     o_c = i_c + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     o_g = i_c // 4 + tl.arange(0, CHANNELS // 4)[None, :]  # [1, G]
     index = start + i_n * index_n + i_h * index_h + o_g * index_g + o_w * index_w
-    keep = _keep(index, seed_low, seed_high, site, draw, threshold, CHANNELS)
+    keep = _keep(index, p_seed, site, draw, threshold, CHANNELS)
     o_mask = ((i_n * num_channels + o_c) * num_rows + i_h) * num_columns + o_w
     tl.store(p_mask + o_mask, keep.to(tl.uint8), mask=(o_w < num_columns) & (o_c < num_channels))
 
@@ -110,6 +110,7 @@ def keep_kernel(
 def dropout_kernel(
     p_x,  # [n, C, h, w]
     p_out,  # [n, C, h, w]
+    p_seed,  # int64 [1]
     num_channels,
     num_rows,
     num_columns,
@@ -126,8 +127,6 @@ def dropout_kernel(
     index_g: tl.int64,
     index_h: tl.int64,
     index_w: tl.int64,
-    seed_low: tl.int64,
-    seed_high: tl.int64,
     site: tl.int64,
     draw: tl.int64,
     threshold: tl.int64,
@@ -151,9 +150,9 @@ def dropout_kernel(
         index += o_w * index_w
     if PER_CHANNEL:
         index += (i_c // 4 + tl.arange(0, CHANNELS // 4)[None, :]) * index_g  # [P, G]
-        keep = _keep(index, seed_low, seed_high, site, draw, threshold, CHANNELS)
+        keep = _keep(index, p_seed, site, draw, threshold, CHANNELS)
     else:
-        word, _w1, _w2, _w3 = _words(index, seed_low, seed_high, site, draw)
+        word, _w1, _w2, _w3 = _words(index, p_seed, site, draw)
         keep = word.to(tl.int64) >= threshold
 
     # A product instead of a selection, as in eager PyTorch: a dropped NaN stays NaN.
@@ -173,6 +172,7 @@ def launch_keep_mask(tile: MaskTile, mask: Tensor, block: tuple[int, int] | None
     with torch.cuda.device_of(mask):
         keep_kernel[grid](
             mask.view(torch.uint8),
+            _seed_on(tile, mask.device),
             num_channels,
             num_rows,
             num_columns,
@@ -197,6 +197,7 @@ def launch_dropout(x: Tensor, tile: MaskTile, out: Tensor, block: tuple[int, int
         dropout_kernel[grid](
             x,
             out,
+            _seed_on(tile, x.device),
             num_channels,
             num_rows,
             num_columns,
@@ -214,9 +215,14 @@ def launch_dropout(x: Tensor, tile: MaskTile, out: Tensor, block: tuple[int, int
         )
 
 
+def _seed_on(tile: MaskTile, device: torch.device) -> Tensor:
+    """The seed in memory of the device: kernels that a CUDA graph replays read that of their step."""
+    return tile.seed if isinstance(tile.seed, Tensor) else philox.seed_tensor(tile.seed, device)
+
+
 def _rule(tile: MaskTile) -> tuple[int, ...]:
     """Arguments of the kernels from ``start`` to ``threshold``."""
-    return (tile.index_start, *tile.index_strides, *tile.key, tile.site, tile.draw, tile.threshold)
+    return (tile.index_start, *tile.index_strides, tile.site, tile.draw, tile.threshold)
 
 
 def _block(num_channels: int, num_columns: int, channels_last: bool) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from sft.common.transform_checks import autocast_dtype, refuse_cached_updates
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
 from sft.distributed.rank_context import RankContext
-from sft.kernels.rng.philox import draw_seed
+from sft.kernels.rng.philox import draw_seed, seed_tensor
 from sft.lower.context import Backend
 from sft.planner.options import Options
 from sft.planner.plan import Plan
@@ -316,7 +316,7 @@ class Engine:
             elif node.kind in ("parameter", "buffer"):
                 tensors[node.name] = snapshot.tensors[node.target]
             elif node.kind == "seed":
-                seed = _seed_tensor(draw_seed())
+                seed = seed_tensor(draw_seed(), self._device(snapshot))
                 tensors[node.name] = seed if self.rank_context is None else self.rank_context.broadcast_seed(seed)
             elif node.kind != "operator":
                 constant = prepared.captured.capture.constants.get(node.target)
@@ -441,8 +441,3 @@ def _agree_on_cuts(context: RankContext, plan: Plan) -> None:
     rows = plan.mesh and [rank.rows for rank in plan.mesh.ranks]
     remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
     context.check_agreement((cuts, rows), remedy)
-
-
-def _seed_tensor(seed: int) -> torch.Tensor:
-    """A seed of 64 bits as a tensor, in two's complement."""
-    return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], device="cpu")

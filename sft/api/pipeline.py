@@ -218,7 +218,8 @@ def _limits_of(plan: Plan, settings: CompileSettings) -> dict[str, Any]:
 
 def _pass_graphs(problem: PlanningProblem, fitted: FittedPlan, device: torch.device) -> PassGraphs:
     """Recordings of the passes of a plan, in a memory pool with the plan's segments."""
-    fixed = frozenset(node.name for node in problem.sized.graph.nodes if node.kind != "input")
+    graph = problem.sized.graph
+    fixed = frozenset(node.name for node in graph.nodes) - graph.call_leaves
     layout = _pool_layout(fitted) or PoolLayout(multiplies=fitted.projected.projection.multiplies)
     return PassGraphs(fixed=fixed, recorder=CudaPassRecorder(device, layout))
 

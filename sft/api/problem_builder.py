@@ -62,12 +62,14 @@ def build_problem(
         weights_in_layout=_weights_in_layout(model, graph),
         splits_batch=signature.splits_batch,
     )
+    weight_bytes = resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients)
+    on_host = rates.device_type in ("cpu", "meta")
     resources = Resources(
         sized=sized,
-        resident_bytes=resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients),
+        resident_bytes=weight_bytes + (0 if on_host else sum(sized.value_bytes(seed) for seed in graph.seeds)),
         from_source=frozenset(name for name, is_read in zip(graph.inputs, signature.from_source, strict=True) if is_read),
         outputs_on_host=settings.destination.on_host,
-        on_host=rates.device_type in ("cpu", "meta"),
+        on_host=on_host,
         host_budget_bytes=settings.host_budget_bytes(device),
         host_is_files=options.host_folder is not None,
         rates=rates,

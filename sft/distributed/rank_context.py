@@ -91,7 +91,7 @@ class RankContext:
 
     def broadcast_seed(self, seed: torch.Tensor) -> torch.Tensor:
         """The seed of the first band of this image, so that all bands draw rows of one mask."""
-        shared = seed.to(self.device)  # a seed on the host is filled in place
+        shared = seed.to(self.device)
         self.transport.broadcast("band", shared)
         return shared.to(seed.device)
 

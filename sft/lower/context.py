@@ -123,6 +123,7 @@ class SegmentInfo:
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
         single_grads: parameters with gradients of a single contribution: one operator reads them, and runs once.
+        on_host: True if the device's memory is the host's, which reads the seed of random numbers as a number.
     """
 
     graph: Graph
@@ -143,6 +144,7 @@ class SegmentInfo:
     keeps_torch_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False
+    on_host: bool = True
     single_grads: frozenset[str] = frozenset()
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)

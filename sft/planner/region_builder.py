@@ -210,6 +210,7 @@ def _build_segment(
         keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
         backend=problem.resources.backend,
         deterministic=problem.resources.deterministic,
+        on_host=problem.resources.on_host,
         single_grads=_single_grads(problem, choice),
     )
     from_source = problem.resources.from_source.intersection(sources)
@@ -349,7 +350,7 @@ def _chunk_key(scope: SegmentInfo) -> Hashable:
     ]
     # Bound methods are equal if their objects are.
     rewrite = None if scope.backend is None else scope.backend.rewrite
-    settings = (scope.keeps_torch_layouts, scope.deterministic, rewrite)
+    settings = (scope.keeps_torch_layouts, scope.deterministic, scope.on_host, rewrite)
     return ("chunk", hashlib.sha256(repr(values).encode()).digest(), scope.names, scope.outputs, scope.sources, scope.batch, *settings)
 
 

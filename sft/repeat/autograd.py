@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sft.common.errors import UnsupportedError
 from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
+from sft.kernels.rng.philox import KeyWord
 from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan
@@ -64,7 +65,7 @@ class ChainCall:
     names: tuple[str, ...]
     forward: Callable[[Sequence[Operation]], AbstractContextManager[ForwardWeightAccess]]
     backward: Callable[[Sequence[Operation], Sequence[Tensor], Collection[str]], AbstractContextManager[BackwardWeightAccess]]
-    seed: int = 0
+    seed: KeyWord = 0
     trace: Callable[[str], None] | None = field(default=None)
 
     def executor(self, access: WeightAccess, *, wants_input_grad: bool = True) -> Executor:

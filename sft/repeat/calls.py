@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sft.common.torch_internals import storage_id
-from sft.kernels.rng.philox import key_of, philox4x32
+from sft.kernels.rng.philox import KeyWord, key_of, philox4x32, seed_tensor, seed_word
 from sft.repeat.costs import PassKind, RepeatSite
 from sft.repeat.executor import Environment, Executor, StackedWeightAccess
 from sft.solvers.schedule import activation_name, grad_name
@@ -61,7 +61,7 @@ class _PassFunction:
             programs=self.call.programs,
             machine=TorchMachine(repeated.device),
             access=access,
-            seed=0 if seed is None else site_seed(int(seed), self.call.site),
+            seed=0 if seed is None else site_seed(seed_word(seed), self.call.site),
             wants_input_grad=self.call.wants_input_grad,
             trace=repeated.trace,
         )
@@ -139,8 +139,8 @@ def pass_function(call: RepeatSite, kind: PassKind) -> Callable[..., Any]:
     return function
 
 
-def site_seed(seed: int, site: int) -> int:
+def site_seed(seed: KeyWord, site: int) -> KeyWord:
     """A seed for one repetition, so that masks in its blocks are independent of the model's other masks."""
-    words = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in (site, 0, 0, 0x5F7)]
+    words = [seed_tensor(word, seed.device if isinstance(seed, Tensor) else torch.device("cpu")) for word in (site, 0, 0, 0x5F7)]
     low, high, _, _ = philox4x32((words[0], words[1], words[2], words[3]), key_of(seed))
-    return int(high) << 32 | int(low)
+    return seed_word(high << 32 | low)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sft.common.errors import InternalError
+from sft.kernels.rng.philox import KeyWord
 from sft.lower.program import Port, Program
 from sft.repeat.lowering import DRAW, GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, BlockPrograms
 from sft.runtime.machine import Residuals
@@ -75,7 +76,7 @@ class Executor:
     programs: BlockPrograms
     machine: TorchMachine
     access: WeightAccess
-    seed: int = 0
+    seed: KeyWord = 0
     wants_input_grad: bool = True
     trace: Callable[[str], None] | None = None
 

@@ -26,6 +26,7 @@ from sft.common.memory import measure_peak
 from sft.common.torch_internals import op_schema
 from sft.kernels.rng.dropout import write_mask
 from sft.kernels.rng.mask_tile import MaskTile
+from sft.kernels.rng.philox import KeyWord
 from sft.lower.builder import ProgramBuilder
 from sft.lower.joint_traces import SlotArg, TracedCall
 from sft.lower.program import Instruction, Port, Program, Slot
@@ -314,7 +315,9 @@ def _has_zero_dropout(call: TracedCall) -> bool:
     return "dropout_p" in names and values.get("dropout_p", 0.0) == 0.0
 
 
-def _bernoulli(draw: tuple[int, int], shape: tuple[int, ...], kept: float, site: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _bernoulli(
+    draw: tuple[KeyWord, int], shape: tuple[int, ...], kept: float, site: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Ones with a probability of ``kept``, otherwise zeros."""
     seed, block = draw
     padded = (*shape, 1, 1, 1, 1)
@@ -325,7 +328,7 @@ def _bernoulli(draw: tuple[int, int], shape: tuple[int, ...], kept: float, site:
     return out.view(tuple(shape))
 
 
-def _native_dropout(draw: tuple[int, int], x: Tensor, p: float, site: int) -> tuple[Tensor, Tensor]:
+def _native_dropout(draw: tuple[KeyWord, int], x: Tensor, p: float, site: int) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout`` with such a mask."""
     mask = _bernoulli(draw, tuple(x.shape), 1 - p, site, torch.bool, x.device)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask

@@ -118,8 +118,6 @@ def can_record_passes(region: Region, *, copies_to_files: bool = False) -> bool:
         return False
     if copies_to_files and any(op.is_copy for op in region.schedule):
         return False
-    if any(node.kind == "seed" for node in region.graph.nodes):
-        return False
     if any(isinstance(segment, TiledSegment) and segment.strip_policy is not RUN_ALL_STRIPS for segment in region.segments):
         return False
     programs = [program for segment in region.segments for program in getattr(segment, "lowered_programs", ())]

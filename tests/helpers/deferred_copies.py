@@ -74,5 +74,5 @@ class _LateCopies(HostOffloader):
 def late_copies() -> Iterator[None]:
     """Let all steps of compiled models copy late, until the block ends."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.torch_runtime.autograd.HostOffloader", _LateCopies)
+        patches.setattr("sft.torch_runtime.region_inputs.HostOffloader", _LateCopies)
         yield

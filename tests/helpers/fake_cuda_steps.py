@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from sft.optim.streamed import StreamedOptimizer
@@ -57,8 +56,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
             staging = pools.setdefault(-id(inputs.active_graphs), HostSlabPool(_STAGING_BYTES, DEVICE, inputs.host_allocator))
             streamed = frozenset() if inputs.weights is None else frozenset(inputs.weights.paths)
             for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
-                is_seed = tensor.dtype == torch.int64 and tuple(tensor.shape) == (1,)
-                if name not in streamed and not is_seed:
+                if name not in streamed:
                     gpu.adopt(tensor)
             with on_device(None if inputs.weights is None else inputs.weights.provider):
                 outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool, staging_pool=staging), hosts)
@@ -88,6 +86,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
             return result
 
         patches.setattr("sft.api.engine.run_region", run_on_device)
+        patches.setattr("sft.kernels.rng.dropout.has_triton", lambda: False)  # operators alone run on the fake device
         patches.setattr(StreamedOptimizer, "step", step_on_device)
         patches.setattr(autograd, "_differentiate", differentiate_on_device)
         patches.setattr(StreamedParameters, "reads_ahead", property(lambda self: True))

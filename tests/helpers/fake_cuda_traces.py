@@ -178,8 +178,7 @@ def trace_step(problem: Any, region: Region) -> FakeTrace:
                 if node.kind != "operator":
                     shape = sized.shapes[node.name]
                     layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-                    device = "cpu" if node.kind == "seed" else DEVICE
-                    leaves[node.name] = torch.empty(shape, dtype=sized.dtypes[node.name], device=device, memory_format=layout)
+                    leaves[node.name] = torch.empty(shape, dtype=sized.dtypes[node.name], device=DEVICE, memory_format=layout)
             outputs, tape = region.forward(machine, leaves, keep=True)
             grads = {
                 name: torch.empty(region.output_shape(name), dtype=sized.dtypes[name], device=DEVICE)

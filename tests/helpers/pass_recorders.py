@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,11 +65,14 @@ class LogRecorder:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_records += 1
-        with _Log() as log:
+        with _Log() as log, pytest.MonkeyPatch.context() as patches:
+            # As on a GPU: operators read the seed of their step from its tensor.
+            patches.setattr("sft.lower.rules.random.seed_word", lambda seed: seed)
             work()
         if self.num_records == self.fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return log.replay
+        replay: Callable[[], None] = log.replay
+        return replay
 
     def close(self) -> None:
         self.num_closed += 1

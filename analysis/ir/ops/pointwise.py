@@ -243,6 +243,6 @@ def _spatial_side_inputs(node: Node, graph: Graph, streamed: Collection[str]) ->
             axis_names = " and ".join(axes.names)
             return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {axis_names} 1"]
         varies_by_sample = name not in streamed and len(shape) == len(node.shape) and shape[0] != 1
-        if varies_by_sample and name not in graph.descendants([node.name for node in graph.nodes if node.kind in ("input", "seed")]):
+        if varies_by_sample and name not in graph.descendants(graph.call_leaves):
             return [f"{node.label}: operand {name} of shape {shape} has an entry for each sample, but depends on no input"]
     return []

@@ -21,6 +21,7 @@ from sft.common.memory import measure_peak
 from sft.kernels.rng.dropout import Distribution, dropout, write_mask, write_noise
 from sft.kernels.rng.dropout_reference import reference_block
 from sft.kernels.rng.mask_tile import CHANNELS_PER_CALL, MaskTile, ceil_div
+from sft.kernels.rng.philox import seed_word
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
@@ -28,6 +29,9 @@ from sft.lower.rules.base import Rule
 __all__ = ["DropoutRule", "NoiseRule", "RandomMaskRule"]
 
 Extents = tuple[int, int, int, int]
+
+#: Bytes of the key of a seed in device memory: two words, and the two of the next round.
+_DEVICE_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class _RandomCall:
     def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, ...], *, out: torch.Tensor) -> None:
         """Write ``x`` times mask times scale."""
         for tile, target, extents, start in self._tiles(x, out, origin):
-            dropout(tile, origin=start, extents=extents, seed=int(seed), site=self.site, draw=0, p=self.p, kind="element", out=target)
+            dropout(tile, origin=start, extents=extents, seed=seed_word(seed), site=self.site, draw=0, p=self.p, kind="element", out=target)
 
     def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, ...]) -> None:
         """Write the mask: one for kept elements, zero for dropped ones."""
@@ -74,7 +78,7 @@ class _RandomCall:
     def _tile(self, target: torch.Tensor, seed: torch.Tensor, extents: Extents, start: tuple[int, int, int]) -> MaskTile:
         samples, channels, rows, columns = target.shape
         shape = (samples, channels, rows, columns)
-        return MaskTile(shape=shape, extents=extents, origin=start, seed=int(seed), site=self.site, draw=0, p=self.p, kind="element")
+        return MaskTile(shape=shape, extents=extents, origin=start, seed=seed_word(seed), site=self.site, draw=0, p=self.p, kind="element")
 
     def _tiles(
         self, x: torch.Tensor, out: torch.Tensor, origin: tuple[int, ...]
@@ -163,7 +167,11 @@ def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
     if 0 in shape:
         return 0
     block, buffer_bytes = _block_of(ctx, shape)
-    return buffer_bytes + _scratch_bytes(block, ctx.scope.dtype_of(ctx.node.name))
+    return buffer_bytes + _key_bytes(ctx) + _scratch_bytes(block, ctx.scope.dtype_of(ctx.node.name))
+
+
+def _key_bytes(ctx: NodeContext) -> int:
+    return 0 if ctx.scope.on_host else _DEVICE_KEY_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -223,6 +231,6 @@ class NoiseRule(RandomMaskRule):
         dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
         out = ctx.destination if ctx.destination is not None else builder.empty(shape, dtype)
         block, buffer_bytes = _block_of(ctx, shape) if 0 not in shape else (None, 0)
-        scratch_bytes = 0 if block is None else buffer_bytes + _noise_scratch_bytes(block, distribution, dtype)
+        scratch_bytes = 0 if block is None else buffer_bytes + _key_bytes(ctx) + _noise_scratch_bytes(block, distribution, dtype)
         parameters = (distribution, node.argument("scale"), node.argument("shift"))
         return builder.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *parameters, writes=out, scratch_bytes=scratch_bytes)

@@ -120,7 +120,7 @@ def resident_sizes(problem: PlanningProblem) -> list[int]:
 def recording_sizes(problem: PlanningProblem) -> list[int]:
     """Bytes of the tensors that exist in addition if both passes are recorded as CUDA graphs: copies of all that enters and leaves them."""
     sized = problem.sized
-    names = [node.name for node in sized.graph.nodes if node.kind == "input"] + list(sized.graph.results)
+    names = [*sized.graph.inputs, *sized.graph.seeds, *sized.graph.results]
     if sized.training:
         leaves = [node.name for node in sized.graph.nodes if node.kind in ("input", "parameter")]
         names += [name for name in (*sized.graph.results, *leaves) if name in sized.requires_grad]

@@ -73,8 +73,8 @@ class Options:
         cuda_graphs: on a CUDA device, record the forward and the backward pass as CUDA graphs and replay them, so that the device does not
             wait for the host where strips are small. Copies of inputs, outputs and gradients belong to the projected peak. ``"auto"``: if
             both passes can be recorded (no sources, outputs, cuts or weights on the host, no files), and if the plan with the copies
-            takes less time by estimate. True: if both passes can be recorded and the copies fit; otherwise the strips that repeat are recorded, as far as
-            the budget has room. A second call before the backward pass of the first ends the recording.
+            takes less time by estimate. True: if both passes can be recorded and the copies fit; otherwise the strips that repeat are
+            recorded, as far as the budget has room. A second call before the backward pass of the first ends the recording.
         skip_repeats: skip constant strips: strips with the same results, bit for bit, as the strip before, as on background of one
             colour that is higher than the receptive field. Their contributions to sums are multiplied instead. Rows of inputs, segment
             boundary tensors and gradients are compared for that (a masked slide reports its background itself), and `last_skipping` of

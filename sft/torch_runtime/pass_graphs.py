@@ -112,7 +112,7 @@ def can_record_passes(region: Region, *, copies_to_files: bool = False) -> bool:
 
     Args:
         region: the region.
-        copies_to_files: true if offloaded values are copied to files, whose pages cannot be locked.
+        copies_to_files: true if offloaded values are copied to files: their pages cannot be locked.
     """
     if region.from_source or region.host_outputs or region.streamed or region.weights is not None:
         return False

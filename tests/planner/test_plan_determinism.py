@@ -8,6 +8,7 @@ import sys
 
 _PLANS = """
 import torch, sft
+from dataclasses import replace
 from torch import nn
 
 class Model(nn.Module):
@@ -22,7 +23,8 @@ class Model(nn.Module):
         return self.last(torch.cat([self.left(y) + self.right(y) + y, y], 1)[:, 3:9])
 
 for options, budget in ((sft.Options(), 170_000), (sft.Options(host_budget="1GiB"), 75_000), (sft.Options(strategy="sft"), 260_000)):
-    print(sft.plan(Model(), (1, 3, 40, 32), budget=budget, options=options).to_json())
+    plan = sft.plan(Model(), (1, 3, 40, 32), budget=budget, options=options)
+    print(replace(plan, host_note="").to_json())  # the note says how much memory is free at the moment
 """
 
 

@@ -20,7 +20,7 @@ from sft.torch_runtime.pass_statistics import report_flops
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.models import ConvNet, Residual, TinyUNet, seeded
 from tests.helpers.pass_recorders import CaptureRecorder, LogRecorder
-from tests.helpers.stage_chains import least_budget
+from tests.helpers.plans import least_budget
 
 _SHAPE = (2, 3, 48, 40)
 
@@ -67,7 +67,7 @@ def _settings(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Arguments of `sft.compile`."""
     settings: dict[str, Any] = {"options": sft.Options(**{"tile": (8, None), **options})}
     if "host_budget" in options:  # the plan of the least budget, and room for passes that retain the graph
-        plan = sft.plan(model, _SHAPE, budget=least_budget(model, options["strategy"], _SHAPE), **settings)
+        plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, **settings), **settings)
         order = [op for op in plan.order if op != "~3+"]  # a copy that is under way when the forward pass ends
         order.insert(order.index("L") + 1, "~3+")
         settings.update(budget="4GiB", plan=replace(plan, order=tuple(order)))

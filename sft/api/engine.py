@@ -179,7 +179,7 @@ class Engine:
     def replan(self, budget_bytes: int, options: Options) -> Plan:
         """The plan of the latest signature for another budget and other options. Captures are shared; no cached plan changes."""
         signature, _ = self.plan_cache.latest
-        return self.plan_cache.for_request(budget_bytes, options).get_or_prepare(signature, ModuleSnapshot(self.model)).plan
+        return self.plan_cache.with_settings(budget_bytes, options).get_or_prepare(signature, ModuleSnapshot(self.model)).plan
 
     def phases(self) -> PhasedGraph:
         """Phases of the latest capture that was planned."""

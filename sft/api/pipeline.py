@@ -28,12 +28,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CapturedModel, SpecializedModel
 from sft.api.plan_search import PlanSearch, overhead_estimator
-from sft.api.settings import CompileSettings
+from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.process_lock import gc_paused
 from sft.common.transform_checks import without_dispatch_modes
 from sft.distributed.mesh import LiveMesh
@@ -84,52 +82,41 @@ class PreparedPlan:
 
 
 @contextlib.contextmanager
-def planning_context(model: nn.Module, signature: CallSignature, settings: CompileSettings) -> Iterator[None]:
+def planning_context(request: PlanningRequest) -> Iterator[None]:
     """The context of all stages: no autocast, dispatch modes or garbage collection, and synchronised batch norms replaced.
 
     Raises:
         UnsupportedError, InputError: as :func:`sft.distributed.sync_batch_norm.check_sync_batch_norms`.
     """
-    with autocast_disabled(signature.device), gc_paused(), without_dispatch_modes():
-        check_sync_batch_norms(model, settings.mesh)
-        with without_sync_batch_norm(model):
+    with autocast_disabled(request.device), gc_paused(), without_dispatch_modes():
+        check_sync_batch_norms(request.model, request.settings.mesh)
+        with without_sync_batch_norm(request.model):
             yield
 
 
 def search(
-    problem: PlanningProblem,
-    model: nn.Module,
-    signature: CallSignature,
-    settings: CompileSettings,
-    previous: Plan | None = None,
-    plans_of_other_samples: Sequence[Plan] = (),
+    request: PlanningRequest, problem: PlanningProblem, previous: Plan | None = None, plans_of_other_samples: Sequence[Plan] = ()
 ) -> FittedPlan:
     """Find a plan that fits the budget; with ``Options(profile="measure")`` the fastest of several, by a clock.
 
     Args:
-        problem: the problem.
-        model: the model.
-        signature: the kind of call.
-        settings: settings of the compiled module.
+        request: the kind of call.
+        problem: its problem.
         previous: the plan made earlier for this signature, if any.
         plans_of_other_samples: plans made for other numbers of samples.
 
     Raises:
         BudgetError, InputError, UnsupportedError: as :meth:`PlanSearch.fit`.
     """
-    plan_search = PlanSearch(
-        model=model, signature=signature, settings=settings, previous=previous, plans_of_other_samples=plans_of_other_samples
-    )
+    plan_search = PlanSearch(request=request, previous=previous, plans_of_other_samples=plans_of_other_samples)
     fitted = plan_search.fit(problem)
-    is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
+    is_timed = request.settings.options.profile == "measure" and request.device.type != "meta"
     return plan_search.fastest(fitted) if is_timed else fitted
 
 
-def prepare(
-    fitted: FittedPlan, specialized: SpecializedModel, model: nn.Module, signature: CallSignature, settings: CompileSettings
-) -> PreparedPlan:
+def prepare(request: PlanningRequest, fitted: FittedPlan, specialized: SpecializedModel) -> PreparedPlan:
     """Build the user's plan, and allocate host memory and CUDA graphs for its region."""
-    problem, region, device = fitted.problem, fitted.projected.region, signature.device
+    problem, region, device, settings = fitted.problem, fitted.projected.region, request.device, request.settings
     plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes)
     plan = replace(plan, transferred_from=fitted.transferred_from, **_limits_of(plan, settings))
     if fitted.seconds is not None:
@@ -138,7 +125,7 @@ def prepare(
     has_copies = any(op.is_copy for op in region.schedule)
     slab_pool = HostSlabPool(fitted.projected.projection.slab_bytes, device, settings.host_allocator) if has_copies else None
     records_passes = fitted.projected.projection.records_passes and device.type == "cuda"
-    graphs = None if records_passes else _recordable_graphs(problem, region, plan, model, device, settings)
+    graphs = None if records_passes else _recordable_graphs(request, problem, region, plan)
     if graphs is not None:
         plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
     if plan.device_type == "cuda":
@@ -171,19 +158,18 @@ def _pool_layout(fitted: FittedPlan) -> PoolLayout | None:
 
 def _staging_pool(num_bytes: int, device: torch.device) -> HostSlabPool | None:
     """Page-locked memory for copies to a CUDA device; ``None`` if a step has none."""
-    return (
-        HostSlabPool(num_bytes, device, HostAllocator(), "the plan's page-locked buffers") if num_bytes and device.type == "cuda" else None
-    )
+    if not num_bytes or device.type != "cuda":
+        return None
+    return HostSlabPool(num_bytes, device, HostAllocator(), "the plan's page-locked buffers")
 
 
-def prepare_on_mesh(
-    problem: PlanningProblem, specialized: SpecializedModel, model: nn.Module, signature: CallSignature, settings: CompileSettings
-) -> PreparedPlan:
+def prepare_on_mesh(request: PlanningRequest, problem: PlanningProblem, specialized: SpecializedModel) -> PreparedPlan:
     """Plan for a mesh; the region is this rank's, or without processes that of the band with the largest peak.
 
     Raises:
         BudgetError, UnsupportedError, InputError: as :func:`sft.distributed.planning.plan_bands`.
     """
+    settings = request.settings
     assert settings.mesh is not None and settings.mesh_shape is not None
     projected = plan_bands(
         problem,
@@ -191,7 +177,7 @@ def prepare_on_mesh(
         settings.budget_bytes,
         settings.options,
         outputs_in_bands=settings.destination.in_bands,
-        synchronized=synchronized_moments(model, problem.sized.graph, settings.mesh),
+        synchronized=synchronized_moments(request.model, problem.sized.graph, settings.mesh),
     )
     plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes)
     plan = replace(plan, mesh=projected.mesh, flops=sum(rank.flops for rank in projected.mesh.ranks))
@@ -224,10 +210,9 @@ def _pass_graphs(problem: PlanningProblem, fitted: FittedPlan, device: torch.dev
     return PassGraphs(fixed=fixed, recorder=CudaPassRecorder(device, layout))
 
 
-def _recordable_graphs(
-    problem: PlanningProblem, region: Region, plan: Plan, model: nn.Module, device: torch.device, settings: CompileSettings
-) -> GraphCache | None:
+def _recordable_graphs(request: PlanningRequest, problem: PlanningProblem, region: Region, plan: Plan) -> GraphCache | None:
     """Programs that are replayed as CUDA graphs, as many as the rest of the budget allows."""
+    settings, device = request.settings, request.device
     if settings.options.cuda_graphs is not True or device.type != "cuda":
         return None
     # Sharded weights are gathered again for each pass, so their addresses change.
@@ -237,6 +222,6 @@ def _recordable_graphs(
         settings.budget_bytes - plan.total_bytes,
         CudaGraphRecorder(device),
         frozenset(weights),
-        overhead_estimator(model, problem, device, cuda_graphs="strips").working_bytes,
+        overhead_estimator(request.model, problem, device, cuda_graphs="strips").working_bytes,
     )
     return graphs if graphs.programs else None

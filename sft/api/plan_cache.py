@@ -22,7 +22,7 @@ from sft.api.capture_cache import CaptureCache, SpecializedModel
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
 from sft.api.plan_search import PlanSearch, computes_little_again
 from sft.api.problem_builder import build_problem
-from sft.api.settings import CompileSettings
+from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.module_snapshot import ModuleSnapshot
@@ -73,7 +73,11 @@ class PlanCache:
         """The most recent entry."""
         return next(reversed(self.prepared.items()))
 
-    def for_request(self, budget_bytes: int, options: Options) -> PlanCache:
+    def request(self, signature: CallSignature) -> PlanningRequest:
+        """The request to plan calls of a signature."""
+        return PlanningRequest(model=self.model, signature=signature, settings=self.settings)
+
+    def with_settings(self, budget_bytes: int, options: Options) -> PlanCache:
         """An empty plan cache for another budget and other options, which shares the captures."""
         limits = replace(self.settings.limits, budget_note="")
         other = PlanCache(
@@ -109,7 +113,7 @@ class PlanCache:
         """
         check_hook_kinds(snapshot)
         signature = self.with_guards(signature)
-        with planning_context(self.model, signature, self.settings), stages(f"capture of {type(self.model).__name__}"):
+        with planning_context(self.request(signature)), stages(f"capture of {type(self.model).__name__}"):
             return self.captures.get_or_capture(signature).phases
 
     @contextmanager
@@ -120,7 +124,7 @@ class PlanCache:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
-        with planning_context(self.model, signature, self.settings):
+        with planning_context(self.request(signature)):
             problems = tuple(problem for _, problem in self._problems(signature))
             try:
                 yield problems
@@ -156,15 +160,15 @@ class PlanCache:
         return (requested, *plans) if requested is not None and is_requested else plans
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
-        model, settings = self.model, self.settings
-        with planning_context(model, signature, settings), stages(f"capture of {type(model).__name__}") as show_stage:
+        request = self.request(signature)
+        with planning_context(request), stages(f"capture of {type(self.model).__name__}") as show_stage:
             problems = self._problems(signature)
-            show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
+            show_stage(f"search for a plan within {format_bytes(self.settings.budget_bytes)}")
             try:
-                if settings.mesh is not None:
-                    return self._prepare_on_mesh(problems, signature)
-                specialized, fitted = self._search_forms(problems, signature)
-                return prepare(fitted, specialized, model, signature, settings)
+                if self.settings.mesh is not None:
+                    return _prepare_on_mesh(request, problems)
+                specialized, fitted = self._search_forms(request, problems)
+                return prepare(request, fitted, specialized)
             finally:
                 for _, problem in problems:
                     problem.memo.clear()
@@ -179,31 +183,21 @@ class PlanCache:
         unfolded = forms[0].captured.unfolded
         if unfolded is not None:
             forms += [form for form in (unfolded.specialize(signature.shapes),) if form is not None]
-        problems = [(form, build_problem(self.model, signature, self.settings, form, self._shared)) for form in forms]
+        problems = [(form, build_problem(self.request(signature), form, self._shared)) for form in forms]
         plan = self.settings.plan
         if plan is not None and plan.input_shapes == signature.shapes:
             return tuple([each for each in problems if _is_plan_of(plan, each[0].phases)] or problems[:1])
         return tuple(problems[1:] if len(problems) > 1 and _adds_weight_gradients(problems[0][1]) else problems)
 
-    def _prepare_on_mesh(self, problems: Sequence[tuple[SpecializedModel, PlanningProblem]], signature: CallSignature) -> PreparedPlan:
-        """The prepared plan of one rank: of the first form that fits on all of them."""
-        errors: list[BudgetError] = []
-        for specialized, problem in problems:
-            try:
-                return prepare_on_mesh(problem, specialized, self.model, signature, self.settings)
-            except BudgetError as error:
-                errors.append(error)
-        raise min(errors, key=lambda error: error.needed_bytes)
-
     def _search_forms(
-        self, problems: Sequence[tuple[SpecializedModel, PlanningProblem]], signature: CallSignature
+        self, request: PlanningRequest, problems: Sequence[tuple[SpecializedModel, PlanningProblem]]
     ) -> tuple[SpecializedModel, FittedPlan]:
         """The fastest plan of all forms; of the first one alone if that computes little again."""
         fitting: list[tuple[SpecializedModel, FittedPlan]] = []
         errors: list[BudgetError] = []
         for specialized, problem in problems:
             try:
-                fitting.append((specialized, self._search(problem, signature)))
+                fitting.append((specialized, self._search(request, problem)))
             except BudgetError as error:
                 errors.append(error)
             else:
@@ -211,19 +205,20 @@ class PlanCache:
                     break
         if not fitting:
             raise min(errors, key=lambda error: error.needed_bytes)
-        search = PlanSearch(model=self.model, signature=signature, settings=self.settings)
+        search = PlanSearch(request=request)
         best = min(fitting, key=lambda each: search.rank(each[1]))
         search.select_algorithms(best[1])
         return best
 
-    def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
+    def _search(self, request: PlanningRequest, problem: PlanningProblem) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
+        signature = request.signature
         others = [plan for plan in self._plans_of_other_samples(signature) if _is_plan_of(plan, problem.sized.phases)]
         previous = self.plans.get(signature)
         if previous is not None and not _is_plan_of(previous, problem.sized.phases):
             previous = None
         try:
-            return search(problem, self.model, signature, self.settings, previous, others)
+            return search(request, problem, previous, others)
         except BudgetError as error:
             without = replace(signature, input_grads=(False,) * len(signature.input_grads))
             if without not in self.plans:
@@ -235,6 +230,17 @@ class PlanCache:
                 "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
+
+
+def _prepare_on_mesh(request: PlanningRequest, problems: Sequence[tuple[SpecializedModel, PlanningProblem]]) -> PreparedPlan:
+    """The prepared plan of one rank: of the first form that fits on all of them."""
+    errors: list[BudgetError] = []
+    for specialized, problem in problems:
+        try:
+            return prepare_on_mesh(request, problem, specialized)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.needed_bytes)
 
 
 def _is_plan_of(plan: Plan, phases: PhasedGraph) -> bool:

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from sft.analysis.frontend.capture import tensor_attribute
-from sft.api.call_signature import CallSignature
-from sft.api.settings import CompileSettings
+from sft.api.settings import PlanningRequest
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.cost.step_time import project_timeline
@@ -62,16 +61,12 @@ class PlanSearch:
     """The search for a plan of one kind of call on one device.
 
     Attributes:
-        model: the model.
-        signature: the kind of call.
-        settings: settings of the compiled module.
+        request: the kind of call.
         previous: the plan made earlier for this signature, if its programs have been dropped since.
         plans_of_other_samples: plans made for other numbers of samples, in the order of their creation.
     """
 
-    model: nn.Module
-    signature: CallSignature
-    settings: CompileSettings
+    request: PlanningRequest
     previous: Plan | None = None
     plans_of_other_samples: Sequence[Plan] = ()
 
@@ -87,7 +82,7 @@ class PlanSearch:
         if self._fits_free_host(fitted.projected):
             return fitted
         # A limit slows the search down, so it is set only where a plan without one exceeds it.
-        limits = self.settings.limits
+        limits = self.request.settings.limits
         limited = replace(problem.resources, host_budget_bytes=limits.host_bytes)
         try:
             return self._fit_overhead(replace(problem, resources=limited))
@@ -107,14 +102,14 @@ class PlanSearch:
 
     def _fits_free_host(self, projected: ProjectedPlan) -> bool:
         """True if the options limit the host memory, or a plan takes no more of it than is free."""
-        limit = self.settings.limits.host_bytes
-        is_limited = self.settings.options.host_budget is not None or self.settings.plan is not None
+        limit = self.request.settings.limits.host_bytes
+        is_limited = self.request.settings.options.host_budget is not None or self.request.settings.plan is not None
         projection = projected.projection
         return is_limited or limit is None or projection.host_bytes + projection.staging_bytes <= limit
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits together with the memory that the device takes in addition to tensors."""
-        is_required = self.settings.options.cuda_graphs is True
+        is_required = self.request.settings.options.cuda_graphs is True
         estimator = self._overhead_estimator(problem, "strips" if is_required else None)
         recorded = None
         if estimator is not None and self._may_record_passes(problem):
@@ -131,7 +126,7 @@ class PlanSearch:
 
     def _may_record_passes(self, problem: PlanningProblem) -> bool:
         """True if plans with passes that are recorded as CUDA graphs are searched for."""
-        resources, settings = problem.resources, self.settings
+        resources, settings = problem.resources, self.request.settings
         uses_host = bool(resources.from_source or resources.outputs_on_host or settings.options.weights != "resident")
         return bool(settings.options.cuda_graphs) and not uses_host and not settings.sharding
 
@@ -160,7 +155,7 @@ class PlanSearch:
             except SmallestPlanError as error:
                 raise error.with_overhead(0) from None
         search = OverheadSearch(
-            budget_bytes=self.settings.budget_bytes,
+            budget_bytes=self.request.settings.budget_bytes,
             fit=fit,
             with_overhead=partial(self._with_overhead, estimator),
             seconds=self._estimated_seconds,
@@ -169,15 +164,19 @@ class PlanSearch:
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""
-        device = self.signature.device
-        if _has_device_overhead(device):
-            return overhead_estimator(self.model, problem, device, cuda_graphs=cuda_graphs)
+        if self._runs_on_gpu:
+            return overhead_estimator(self.request.model, problem, self.request.device, cuda_graphs=cuda_graphs)
         return self._remote_estimator(problem, cuda_graphs) if self._is_for_gpu else None
+
+    @property
+    def _runs_on_gpu(self) -> bool:
+        """True if the model is on a GPU of this machine, where programs take device memory in addition to tensors."""
+        return self.request.device.type == "cuda"
 
     @property
     def _is_for_gpu(self) -> bool:
         """True if the plan is for a GPU, of this machine or of another one."""
-        return _has_device_overhead(self.signature.device) or self.settings.device_type(self.signature.device) == "cuda"
+        return self._runs_on_gpu or self.request.settings.device_type(self.request.device) == "cuda"
 
     def _remote_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator:
         """The estimator for a GPU of another machine, whose libraries' workspaces are unknown."""
@@ -185,7 +184,7 @@ class PlanSearch:
 
     def _with_overhead(self, estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
         """The plan with its overhead in the projection."""
-        with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
+        with autocast_disabled(self.request.device), self._algorithm_search(fitted.projected):
             return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
 
     def rank(self, fitted: FittedPlan) -> tuple[bool, float]:
@@ -195,22 +194,22 @@ class PlanSearch:
 
     def select_algorithms(self, fitted: FittedPlan) -> None:
         """Let libraries select their algorithms for a plan, before the memory of its steps is reserved."""
-        if _has_device_overhead(self.signature.device):
-            with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
+        if self._runs_on_gpu:
+            with autocast_disabled(self.request.device), self._algorithm_search(fitted.projected):
                 estimator = self._overhead_estimator(fitted.problem)
                 assert estimator is not None
                 estimator.select_algorithms(fitted.problem, fitted.projected)
 
     def _algorithm_search(self, projected: ProjectedPlan) -> AbstractContextManager[None]:
         """Setting of cuDNN with which a plan runs, and with which it is measured."""
-        return algorithm_search_for(projected.region, in_strips=self.settings.options.cudnn_benchmark)
+        return algorithm_search_for(projected.region, in_strips=self.request.settings.options.cudnn_benchmark)
 
     def fastest(self, fitted: FittedPlan) -> FittedPlan:
         """Time a plan and its rivals on the device; the fastest one. A plan given by the user has no rivals."""
-        problem, options, device = fitted.problem, self.settings.options, self.signature.device
+        problem, options, device = fitted.problem, self.request.settings.options, self.request.device
         rivals: Sequence[ProjectedPlan] = ()
-        if self.settings.plan is None:
-            timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options)
+        if self.request.settings.plan is None:
+            timed = timing_candidates(problem, fitted.projected, self.request.settings.budget_bytes, options)
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
         records_strips = options.cuda_graphs is True
         scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if records_strips else None
@@ -233,8 +232,8 @@ class PlanSearch:
 
     def _fit_projected(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
         """Find a plan that fits by its projection."""
-        settings = self.settings
-        is_streamed = self.signature.weights_revision is not None or settings.options.streams_weights
+        settings = self.request.settings
+        is_streamed = self.request.signature.weights_revision is not None or settings.options.streams_weights
         if is_streamed or (settings.plan is not None and settings.plan.streamed_weights > 0):
             streamed = self._with_streamed_weights(problem)
             return self._known_plan(streamed) or self._transferred_plan(streamed, accepts) or self._new_plan(streamed, accepts)
@@ -253,26 +252,26 @@ class PlanSearch:
 
     def _fits_budget(self, fitted: FittedPlan) -> bool:
         """True if a plan fits together with its overhead."""
-        return fitted.needed_bytes <= self.settings.budget_bytes
+        return fitted.needed_bytes <= self.request.settings.budget_bytes
 
     def _with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
         """The same problem with streamed weights."""
-        settings, signature = self.settings, self.signature
+        model, settings, signature = self.request.model, self.request.settings, self.request.signature
         check_can_stream(settings.mesh, settings.sharding)
-        weights = weights_to_stream(self.model, problem.sized.graph, signature.device, settings.options)
+        weights = weights_to_stream(model, problem.sized.graph, signature.device, settings.options)
         num_bytes = resident_bytes(
-            self.model,
+            model,
             settings.optimizer,
             settings.sharding,
             holds_gradients=signature.holds_gradients,
-            streamed=streamable_parameters(self.model),
+            streamed=streamable_parameters(model),
         )
-        check_optimizer_step(self.model, num_bytes, settings.budget_bytes)
+        check_optimizer_step(model, num_bytes, settings.budget_bytes)
         return replace(problem, resources=replace(problem.resources, weights=weights, resident_bytes=num_bytes))
 
     def _new_plan(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
-        settings = self.settings
+        settings = self.request.settings
 
         def planned(problem: PlanningProblem) -> FittedPlan:
             accepted = partial(accepts, problem)
@@ -291,7 +290,7 @@ class PlanSearch:
 
     def _known_plan(self, problem: PlanningProblem) -> FittedPlan | None:
         """The plan given by the user, if it matches this call, or the previous one."""
-        fitted = self._materialize(problem, self.settings.plan)
+        fitted = self._materialize(problem, self.request.settings.plan)
         if fitted is not None:
             return fitted
         try:
@@ -304,7 +303,7 @@ class PlanSearch:
 
     def _transferred_plan(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan | None:
         """A plan with the decisions of one for another number of samples; ``None`` if none fits, or all plans are to be timed."""
-        settings = self.settings
+        settings = self.request.settings
         if not settings.options.is_automatic or settings.options.profile == "measure":
             return None
         room_bytes = settings.budget_bytes - problem.resources.occupied_bytes
@@ -327,7 +326,7 @@ class PlanSearch:
             return None
         names = [name for segment in plan.segments for name in segment.nodes]
         if sorted(names) != sorted(problem.sized.operators):
-            if self.signature.capture_key.autocast is not None:
+            if self.request.signature.capture_key.autocast is not None:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
         _check_order(problem, names)
@@ -335,8 +334,8 @@ class PlanSearch:
             problem = with_free_budgets(problem, plan.repeat_budgets)
         schedule = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.sized.training else None
         projected = materialize(problem, tuple(segment.choice for segment in plan.segments), schedule)
-        check_host(projected, self.settings.options.host_budget_bytes)
-        check_device(problem, projected, self.settings.budget_bytes)
+        check_host(projected, self.request.settings.options.host_budget_bytes)
+        check_device(problem, projected, self.request.settings.budget_bytes)
         return FittedPlan(problem, projected)
 
 
@@ -383,8 +382,3 @@ def _is_untiled(fitted: FittedPlan) -> bool:
     region = fitted.projected.region
     is_whole = all(isinstance(segment, WholeSegment) for segment in region.segments)
     return is_whole and len(region.schedule) == 2 * len(region.segments) + 1
-
-
-def _has_device_overhead(device: torch.device) -> bool:
-    """True if programs take device memory in addition to tensors."""
-    return device.type == "cuda"

@@ -19,7 +19,7 @@ from sft.api.call_arguments import use_structure
 from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CapturedModel, SpecializedModel
 from sft.api.outputs import OutputDestination
-from sft.api.settings import CompileSettings
+from sft.api.settings import PlanningRequest
 from sft.api.weight_placement import resident_bytes
 from sft.backends.resolve import backend_for
 from sft.common.errors import InputError, UnsupportedError
@@ -32,19 +32,11 @@ from sft.torch_runtime.profiling import table_folders
 __all__ = ["build_problem", "resolve_tensor"]
 
 
-def build_problem(
-    model: nn.Module,
-    signature: CallSignature,
-    settings: CompileSettings,
-    specialized: SpecializedModel,
-    shared: WeightedLRU | None = None,
-) -> PlanningProblem:
+def build_problem(request: PlanningRequest, specialized: SpecializedModel, shared: WeightedLRU | None = None) -> PlanningProblem:
     """The planning problem of one kind of call.
 
     Args:
-        model: the model.
-        signature: the kind of call.
-        settings: settings of the compiled module.
+        request: the kind of call.
         specialized: the model captured for this kind of call, at its size.
         shared: cache of results that are shared by problems of other sizes.
 
@@ -52,6 +44,7 @@ def build_problem(
         UnsupportedError: gradients would reach a tensor that is not registered, or an output that has one only under ``enable_grad``.
         InputError: inputs or outputs cannot be streamed as requested.
     """
+    model, signature, settings = request.model, request.signature, request.settings
     captured, phases = specialized.captured, specialized.phases
     graph, device, options = phases.graph, signature.device, settings.options
     rates = settings.rates(device)

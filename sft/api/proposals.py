@@ -105,7 +105,7 @@ class _Attempts:
 
     def _planned(self, problems: Sequence[PlanningProblem], signature: CallSignature, changes: tuple[Setting, ...]) -> Remedy | None:
         """The remedy of the plan that would be chosen of those for all forms of the graph."""
-        search = PlanSearch(model=self.plans.model, signature=signature, settings=self.plans.settings)
+        search = PlanSearch(request=self.plans.request(signature))
         fitting: list[FittedPlan] = []
         needed: list[int] = []
         for problem in problems:

@@ -1,4 +1,4 @@
-"""Settings of one compiled module: the arguments of ``sft.compile`` that hold for all of its calls."""
+"""Settings of one compiled module, the arguments of ``sft.compile`` that hold for all of its calls; requests to plan one kind of call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from sft.api.call_signature import CallSignature
 from sft.api.memory_limits import MemoryLimits
 from sft.api.outputs import OutputDestination
 from sft.distributed.fsdp import ShardedWeights
@@ -22,7 +24,7 @@ from sft.planner.plan import Plan
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.profiling import table_folders
 
-__all__ = ["CompileSettings"]
+__all__ = ["CompileSettings", "PlanningRequest"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,3 +97,23 @@ class CompileSettings:
         options = self.options
         is_requested = options.host_budget is not None or options.host_folder is not None or options.uses_host
         return 0 if self.device_type(device) == "cpu" and not is_requested else options.host_budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanningRequest:
+    """A kind of call of a model to plan for.
+
+    Attributes:
+        model: the model.
+        signature: the kind of call.
+        settings: settings of the compiled module.
+    """
+
+    model: nn.Module
+    signature: CallSignature
+    settings: CompileSettings
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.signature.device

@@ -15,7 +15,7 @@ from sft.api.inputs import InputSpec
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, search
 from sft.api.plan_cache import PlanCache
 from sft.api.problem_builder import build_problem
-from sft.api.settings import CompileSettings
+from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.problem import PlanningProblem
@@ -41,7 +41,7 @@ def _specialized(model: nn.Module, signature: CallSignature) -> SpecializedModel
 
 
 def _problem(model: nn.Module, signature: CallSignature, settings: CompileSettings) -> PlanningProblem:
-    return build_problem(model, signature, settings, _specialized(model, signature))
+    return build_problem(PlanningRequest(model=model, signature=signature, settings=settings), _specialized(model, signature))
 
 
 def _settings(budget: str = "4MiB", **options: object) -> CompileSettings:
@@ -110,47 +110,46 @@ def test_the_search_fits_the_budget_or_names_the_smallest() -> None:
     signature = _signature(model)
     ample, tight = _settings("64MiB"), _settings("256KiB")
     problem = _problem(model, signature, ample)
-    plain, tiled = (search(problem, model, signature, settings) for settings in (ample, tight))
+    plain, tiled = (search(PlanningRequest(model=model, signature=signature, settings=settings), problem) for settings in (ample, tight))
     assert isinstance(plain, FittedPlan) and plain.seconds is None
     assert tiled.problem.resources.resident_bytes + tiled.projected.projection.peak_bytes <= tight.budget_bytes
     assert tiled.projected.projection.peak_bytes < plain.projected.projection.peak_bytes
     with pytest.raises(sft.BudgetError) as refusal:
-        search(problem, model, signature, _settings("10KiB"))
+        search(PlanningRequest(model=model, signature=signature, settings=_settings("10KiB")), problem)
     assert refusal.value.needed_bytes > sft.parse_bytes("10KiB")
 
 
 def test_the_search_takes_the_previous_plan_without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
-    signature, settings = _signature(model), _settings()
-    specialized = _specialized(model, signature)
-    problem = build_problem(model, signature, settings, specialized)
-    plan = prepare(search(problem, model, signature, settings), specialized, model, signature, settings).plan
+    request = PlanningRequest(model=model, signature=_signature(model), settings=_settings())
+    specialized = _specialized(model, request.signature)
+    problem = build_problem(request, specialized)
+    plan = prepare(request, search(request, problem), specialized).plan
 
     def planned(*_: object) -> None:
         raise AssertionError("planned again")
 
     monkeypatch.setattr("sft.api.plan_search.plan_segments", planned)
-    again = search(problem, model, signature, settings, previous=plan)
-    assert prepare(again, specialized, model, signature, settings).plan == plan
+    again = search(request, problem, previous=plan)
+    assert prepare(request, again, specialized).plan == plan
 
 
 def test_a_timed_search_measures_each_operation_of_the_schedule() -> None:
     model = _model()
-    signature, settings = _signature(model), _settings(profile="measure")
-    specialized = _specialized(model, signature)
-    fitted = search(build_problem(model, signature, settings, specialized), model, signature, settings)
+    request = PlanningRequest(model=model, signature=_signature(model), settings=_settings(profile="measure"))
+    specialized = _specialized(model, request.signature)
+    fitted = search(request, build_problem(request, specialized))
     assert fitted.seconds is not None and len(fitted.seconds) == len(fitted.projected.region.schedule)
-    plan = prepare(fitted, specialized, model, signature, settings).plan
+    plan = prepare(request, fitted, specialized).plan
     assert plan.projected_seconds is not None and plan.projected_seconds > 0
 
 
 def test_the_stages_make_the_plan_of_the_public_function() -> None:
     model = _model()
-    signature, settings = _signature(model), _settings()
-    with planning_context(model, signature, settings):
-        specialized = _specialized(model, signature)
-        problem = build_problem(model, signature, settings, specialized)
-        prepared = prepare(search(problem, model, signature, settings), specialized, model, signature, settings)
+    request = PlanningRequest(model=model, signature=_signature(model), settings=_settings())
+    with planning_context(request):
+        specialized = _specialized(model, request.signature)
+        prepared = prepare(request, search(request, build_problem(request, specialized)), specialized)
     assert isinstance(prepared, PreparedPlan) and prepared.retain_check is not None and prepared.graphs is None
     assert prepared.plan.to_json() == sft.plan(model, _SHAPE, budget="4MiB").to_json()
 
@@ -162,7 +161,7 @@ def test_the_plan_cache_prepares_a_signature_once_and_shares_captures_with_other
     prepared = cache.get_or_prepare(signature, snapshot)
     assert cache.get_or_prepare(signature, snapshot) is prepared
     assert cache.latest == (cache.with_guards(signature), prepared) and cache.plans[signature] == prepared.plan
-    other = cache.for_request(sft.parse_bytes("8MiB"), sft.Options(strategy="none"))
+    other = cache.with_settings(sft.parse_bytes("8MiB"), sft.Options(strategy="none"))
     assert not other.prepared and other.captures is cache.captures
     assert other.get_or_prepare(signature, snapshot).plan.budget_bytes == sft.parse_bytes("8MiB")
     assert len(cache.captures) == 1 and len(cache.prepared) == 1

@@ -22,7 +22,7 @@ from sft.api.inputs import InputSpec
 from sft.api.outputs import OutputDestination
 from sft.api.pipeline import search
 from sft.api.problem_builder import build_problem
-from sft.api.settings import CompileSettings
+from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.atomic_files import lock_file
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import record_step
@@ -351,7 +351,8 @@ def test_a_resumed_prediction_reserves_no_more_on_a_simulated_device(name: str, 
         )
         specialized = capture_model(model, signature).specialize(signature.shapes)
         assert specialized is not None
-        fitted = search(build_problem(model, signature, settings, specialized), model, signature, settings)
+        request = PlanningRequest(model=model, signature=signature, settings=settings)
+        fitted = search(request, build_problem(request, specialized))
 
     problem, allocator = fitted.problem, AllocatorSettings()
     projected = OverheadEstimator(device=None, allocator=allocator).with_overhead(problem, fitted.projected)

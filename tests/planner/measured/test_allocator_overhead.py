@@ -121,7 +121,7 @@ def _measured(model: nn.Module | None = None) -> Iterator[_GpuMeter]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
+    monkeypatch.setattr("sft.api.plan_search.PlanSearch._runs_on_gpu", property(lambda _: True))
     monkeypatch.setattr("sft.api.pipeline._has_pool", lambda _: True)
 
     @contextmanager
@@ -322,7 +322,7 @@ def test_programs_with_cached_workspaces_run_once_in_each_process(gpu: None, mon
 
 def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial with its own weights would need memory for a second copy."""
-    monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
+    monkeypatch.setattr("sft.api.plan_search.PlanSearch._runs_on_gpu", property(lambda _: True))
     bound = []
     make = ProgramBenchmark._input_for
 

@@ -16,7 +16,7 @@ from sft.api.capture_cache import capture_model
 from sft.api.inputs import InputSpec
 from sft.api.pipeline import search
 from sft.api.problem_builder import build_problem
-from sft.api.settings import CompileSettings
+from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
@@ -39,7 +39,8 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
     settings = CompileSettings(budget_bytes=sft.parse_bytes(budget), options=sft.Options(**options))
     specialized = capture_model(model, signature).specialize(signature.shapes)
     assert specialized is not None
-    return search(build_problem(model, signature, settings, specialized), model, signature, settings)
+    request = PlanningRequest(model=model, signature=signature, settings=settings)
+    return search(request, build_problem(request, specialized))
 
 
 class _NoMemory(dict[Any, Any]):

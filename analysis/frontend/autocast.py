@@ -7,7 +7,7 @@ autocast records casts. The policy depends on dtypes and devices alone, so one p
 *Composite functions.* The exporter keeps an interpolation or a cross-entropy whole and finds the dtype of its result without autocast. On
 GPUs, autocast has a kernel for the operator inside and runs it in single precision; values downstream would be captured in another dtype
 than eager PyTorch's. :func:`autocast_composites` casts the inputs of such functions first; probes on fake tensors of the device tell which
-functions these are. It also casts operands of an ``einsum``, a matrix product inside, to one dtype.
+functions these are. It also makes the products inside an ``einsum`` one by one, and casts the operands of recurrent layers to one dtype.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import string
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, apply_patches
+from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, RECURRENT_FUNCTIONS, apply_patches
 from sft.common.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode, disable_current_modes, has_autocast_kernel, pytree
 
 __all__ = ["AutocastPolicy", "OperandCast", "autocast_composites", "contracted_letters", "replace_tensor_operands", "tensor_operands"]
@@ -61,10 +62,10 @@ class AutocastPolicy:
             return ()
         operands = [operand.meta["val"] for operand in tensor_operands(node)]
         dtypes = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
-        key = (target, *((operand.dtype, operand.device.type) for operand in operands), *dtypes)
+        key = (target, looks_inside, *((operand.dtype, operand.device.type) for operand in operands), *dtypes)
         if key not in self._known:
             try:
-                self._known[key] = _probe_casts(target, node)
+                self._known[key] = _probe_casts(target, node, looks_inside=looks_inside)
             except (RuntimeError, TypeError):  # a size without a hint, or autocast refuses the operator: decomposition raises the error
                 self._known[key] = None
         return self._known[key]
@@ -94,8 +95,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-def _probe_casts(target: OpOverload, node: fx.Node) -> tuple[OperandCast, ...] | None:
-    """The casts of a call with the dtypes and devices of a node; ``None`` where they do not explain the result dtypes."""
+def _probe_casts(target: OpOverload, node: fx.Node, *, looks_inside: bool) -> tuple[OperandCast, ...] | None:
+    """The casts of a call with the dtypes and devices of a node; ``None`` where they do not explain the result dtypes.
+
+    Casts between the operators inside of a composite one are unclear as well.
+    """
     values = [operand.meta["val"] for operand in tensor_operands(node)]
     with FakeTensorMode():
         # Distinct tensors, of the sizes at capture.
@@ -103,7 +107,7 @@ def _probe_casts(target: OpOverload, node: fx.Node) -> tuple[OperandCast, ...] |
         recorder = _CastRecorder(operands)
         with recorder:
             dtypes = _result_dtypes(target, node, operands)
-        if recorder.is_unclear:
+        if recorder.is_unclear or (looks_inside and recorder.casts_later):
             return None
         # Autocast passes a dtype to some kernels instead of casting operands. Then results differ without autocast.
         for index, dtype in recorder.casts:
@@ -132,12 +136,13 @@ class _CastRecorder(TorchDispatchMode):
     Attributes:
         casts: casts so far.
         is_unclear: true after a cast of a tensor that is not an operand, or a cast that changes more than the dtype.
+        casts_later: true after a cast that follows another operator.
     """
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.casts: list[OperandCast] = []
-        self.is_unclear = False
+        self.is_unclear = self.casts_later = False
         self._index = {id(operand): index for index, operand in enumerate(operands)}
         self._views: list[Any] = []  # keeps ids from being reused
         self._has_begun = False
@@ -159,26 +164,34 @@ class _CastRecorder(TorchDispatchMode):
                 self.is_unclear = True
             else:
                 self.casts.append((index, options["dtype"]))
+        else:
+            self.casts_later = True
         return func(*args, **kwargs)
 
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
+_CAST_DTYPES = frozenset((torch.float32, *_HALF_DTYPES))
 
 
 @contextlib.contextmanager
 def autocast_composites(device: torch.device) -> Iterator[None]:
-    """A context in which inputs of composite functions are cast as autocast casts inside of them; no change where autocast is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    """A context in which inputs of composite functions are cast as autocast casts inside of them."""
+    if not torch.amp.is_autocast_available(device.type):
         yield
         return
-    dtype = torch.get_autocast_dtype(device.type)
-    # Probed before the export: during it these functions are kept whole for probes, too.
-    replacements: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
-        name: lambda function: functools.partial(_call_in_float32, function)
-        for name in COMPOSITE_FUNCTIONS
-        if _runs_in_float32(name, dtype, device)
-    }
-    replacements["einsum"] = lambda function: functools.partial(_einsum_in_one_dtype, function, dtype)
+    # Probed before the export: during it these functions are kept whole for probes, too, and oneDNN is off.
+    replacements: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        for name in COMPOSITE_FUNCTIONS:
+            if _runs_in_float32(name, dtype, device):
+                replacements[name] = lambda function: functools.partial(_call_in_float32, function)
+    # `forward` may switch autocast itself: these two kinds look at each call.
+    fused_lstms = frozenset(_HALF_DTYPES if device.type != "cpu" else filter(_has_half_lstm, _HALF_DTYPES))
+    replacements["einsum"] = lambda function: functools.partial(_einsum, function, device.type)
+    for name in RECURRENT_FUNCTIONS:
+        fused = fused_lstms if name == "lstm" else frozenset(_HALF_DTYPES if device.type != "cpu" or name.startswith("rnn") else ())
+        replacements[name] = functools.partial(_bind_recurrent, device.type, fused)
     with apply_patches(replacements=replacements):
         yield
 
@@ -188,14 +201,128 @@ def _call_in_float32(function: Callable[..., Tensor], input: Tensor, *args: Any,
     return function(input.float() if input.dtype in _HALF_DTYPES else input, *args, **kwargs)
 
 
-def _einsum_in_one_dtype(
-    function: Callable[..., Tensor], half: torch.dtype, equation: str, operands: Sequence[Tensor], **kwargs: Any
+# -- einsum ----------------------------------------------------------------------------------------------------------
+
+
+def _einsum(
+    function: Callable[..., Tensor], device_type: str, equation: str, operands: Sequence[Tensor], path: Sequence[int] | None = None
 ) -> Tensor:
-    """Call ``einsum`` on operands cast to one dtype, where it is a product of two matrices of different dtypes."""
-    dtypes, (shared, single) = {operand.dtype for operand in operands}, contracted_letters(equation)
-    if len(operands) == 2 and len(dtypes) > 1 and dtypes <= {torch.float32, *_HALF_DTYPES} and shared and not single:
-        operands = [operand.to(half) for operand in operands]
-    return function(equation, operands, **kwargs)
+    """Call ``einsum``, under autocast by products of two operands with casts; operands that autocast does not cast are left to PyTorch."""
+    terms = equation.partition("->")[0].split(",")
+    is_cast = torch.is_autocast_enabled(device_type) and {each.dtype for each in operands} <= _CAST_DTYPES
+    if is_cast and len(terms) == len(operands) > 1:
+        return _einsum_by_pairs(function, torch.get_autocast_dtype(device_type), equation, operands, path or ())
+    return function(equation, operands) if path is None else function(equation, operands, path=path)
+
+
+def _einsum_by_pairs(
+    function: Callable[..., Tensor], half: torch.dtype, equation: str, operands: Sequence[Tensor], path: Sequence[int]
+) -> Tensor:
+    """``einsum`` as products of two operands, in the order of a path of PyTorch's, or from the first operand to the last."""
+    source, target = _with_letters(equation, [operand.dim() for operand in operands])
+    plain = [_diagonal(term, operand) for term, operand in zip(source, operands, strict=True)]
+    terms, tensors = [term for term, _ in plain], [tensor for _, tensor in plain]
+    order = iter(path)
+    while len(tensors) > 1:
+        first, second = (next(order), next(order)) if path else (0, 1)
+        pair = [(terms[index], tensors[index]) for index in sorted((first, second))]
+        for index in sorted((first, second), reverse=True):
+            del terms[index], tensors[index]
+        kept = set(target).union(*terms)
+        term = target if not terms else "".join(sorted(kept & set(pair[0][0] + pair[1][0])))
+        position = len(terms) if path else 0
+        terms.insert(position, term)
+        tensors.insert(position, _product(function, half, pair, kept, term))
+    return tensors[0]
+
+
+def _with_letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Letters of each operand of an equation, and of its result, with letters in place of ellipses.
+
+    >>> _with_letters("n...c, cd", [4, 2])
+    (['nabc', 'cd'], 'abdn')
+    """
+    source, arrow, target = equation.replace(" ", "").partition("->")
+    free = "".join(letter for letter in string.ascii_letters if letter not in equation)
+    terms = source.split(",")
+    sizes = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in zip(terms, ranks, strict=True)]
+    letters = free[: max(sizes)]
+    terms = [term.replace("...", letters[len(letters) - size :]) for term, size in zip(terms, sizes, strict=True)]
+    if not arrow:
+        target = "..." + "".join(sorted(letter for letter in set(source) - set(".,") if source.count(letter) == 1))
+    return terms, target.replace("...", letters)
+
+
+def _diagonal(term: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """The diagonal of an operand along each letter that it has twice."""
+    for letter in dict.fromkeys(term):
+        while term.count(letter) > 1:
+            first = term.index(letter)
+            second = term.index(letter, first + 1)
+            tensor = tensor.diagonal(0, first, second)
+            term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+    return term, tensor
+
+
+def _product(function: Callable[..., Tensor], half: torch.dtype, pair: Sequence[tuple[str, Tensor]], kept: set[str], term: str) -> Tensor:
+    """The product of two operands of ``einsum``, each with its letters. Letters of one operand alone are summed first, as PyTorch does."""
+    first, second = (dict(zip(source, tensor.shape, strict=True)) for source, tensor in pair)
+    shared = {letter for letter in first.keys() & second.keys() if first[letter] != 1 and second[letter] != 1}
+    letters, tensors = [], []
+    for source, tensor in pair:
+        alone = [dim for dim, letter in enumerate(source) if letter not in shared | kept]
+        letters.append("".join(letter for dim, letter in enumerate(source) if dim not in alone))
+        tensors.append(tensor.sum(alone) if alone else tensor)
+    if shared - kept:  # a product of matrices; without a sum it is one of elements, which has the wider dtype
+        tensors = [tensor.to(half) for tensor in tensors]
+    return function(f"{letters[0]},{letters[1]}->{term}", tensors)
+
+
+# -- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+def _bind_recurrent(device_type: str, fused: Collection[torch.dtype], function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_recur_in_one_dtype, function, device_type, fused)
+
+
+def _recur_in_one_dtype(function: Callable[..., Any], device_type: str, fused: Collection[torch.dtype], *arguments: Any) -> Any:
+    """Call a recurrent layer on input, states and weights cast to one dtype, that of its results in eager PyTorch.
+
+    A kernel of the whole layer casts everything. A layer of single operators casts the operands of its products alone; its results have
+    the dtype of the state that is not one of these (of an LSTM the cell, of a GRU the hidden state; an RNN has none).
+
+    Args:
+        function: ``torch.lstm``, ``torch.gru``, ...
+        device_type: kind of device.
+        fused: dtypes of autocast for which the layer casts everything.
+        arguments: input, sizes of a packed batch if it is one, states, weights, and options.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return function(*arguments)
+    half = torch.get_autocast_dtype(device_type)
+    states = next(value for value in arguments[1:] if not isinstance(value, Tensor) or value.is_floating_point())
+    state = states if isinstance(states, Tensor) else states[-1]
+    tensors = [value for value in pytree.tree_leaves(arguments) if isinstance(value, Tensor) and value.is_floating_point()]
+    dtype = half if half in fused or state.dtype == half else torch.float32
+    if not {tensor.dtype for tensor in tensors} <= _CAST_DTYPES:
+        return function(*arguments)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return function(*pytree.tree_map(cast, arguments))
+
+
+def _has_half_lstm(dtype: torch.dtype) -> bool:
+    """True if an LSTM on the CPU is one call of oneDNN under autocast; it is not on processors without instructions of the dtype."""
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", dtype):
+        value, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+        weights = [torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4), torch.zeros(4)]
+        try:
+            output = torch.lstm(value, (state, state), weights, True, 1, 0.0, False, False, False)[0]
+        except RuntimeError:  # oneDNN has no LSTM of the dtype
+            return False
+    return output.dtype == dtype
 
 
 def contracted_letters(equation: str) -> tuple[set[str], set[str]]:

@@ -75,8 +75,12 @@ def _functionalize_by_decomposition(exported: ExportedProgram, casts: AutocastPo
     for node in exported.graph_module.graph.nodes:
         if (view := _view_of(node)) is not None:
             (node.target, node.args), node.kwargs = view, {}
-        elif casts is not None and _has_casts_inside(node, casts):
-            entered.add(node.target)
+        elif casts is not None and _may_cast_inside(node):
+            inside = casts.of(node, looks_inside=True)
+            if inside is None:
+                entered.add(node.target)
+            elif inside:
+                _insert_casts(exported.graph_module.graph, node, inside)
     if entered:  # into operators of their own, which the next decomposition casts
         rules = default_decompositions()
         exported = exported.run_decompositions({target: rules[target] for target in entered if target in rules})
@@ -97,11 +101,20 @@ def _functionalize_by_decomposition(exported: ExportedProgram, casts: AutocastPo
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
 
 
-def _has_casts_inside(node: fx.Node, casts: AutocastPolicy) -> bool:
-    """Return true for an operator that the exporter keeps whole and inside of which autocast casts: a recurrent cell, ``linalg.matmul``."""
+def _may_cast_inside(node: fx.Node) -> bool:
+    """Return true for an operator that the exporter keeps whole, inside of which autocast may cast: a recurrent cell, ``linalg.solve``."""
     if not isinstance(node.target, OpOverload) or str(node.target) in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS | _CAST_OPS:
         return False
-    return is_composite_op(node.target) and not op_schema(node.target).is_mutable and casts.of(node, looks_inside=True) != ()
+    return is_composite_op(node.target) and not op_schema(node.target).is_mutable
+
+
+def _insert_casts(graph: fx.Graph, node: fx.Node, casts: Sequence[OperandCast]) -> None:
+    """Cast operands of a node before it."""
+    operands: list[Any] = list(tensor_operands(node))
+    with graph.inserting_before(node):
+        for index, dtype in casts:
+            operands[index] = graph.call_function(aten._to_copy.default, (operands[index],), {"dtype": dtype})
+    node.args, node.kwargs = replace_tensor_operands(node, operands)
 
 
 def _view_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:

@@ -25,6 +25,7 @@ from sft.analysis.frontend.replacement_functions import bincount_with_dtype, poi
 
 __all__ = [
     "muted_output",
+    "needs_deterministic_sums",
     "quiet_loggers",
     "restored_buffer_hooks",
     "with_bincount_dtypes",
@@ -166,3 +167,8 @@ class _MutedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def needs_deterministic_sums(device: torch.device) -> bool:
+    """Return true where sums need an order that PyTorch's own derivatives do not keep on a device. On the CPU they keep it."""
+    return device.type != "cpu" and torch.are_deterministic_algorithms_enabled()

@@ -35,10 +35,10 @@ __all__ = [
     "COMPOSITE_FUNCTIONS",
     "MODE_SWITCHES",
     "PATCHES",
+    "RECURRENT_FUNCTIONS",
     "Patch",
     "apply_patches",
     "calling_frame",
-    "needs_deterministic_sums",
 ]
 
 Function = Callable[..., Any]
@@ -104,11 +104,6 @@ def _release(version: str) -> tuple[int, ...]:
     return int(major), int(minor)
 
 
-def needs_deterministic_sums(device: torch.device) -> bool:
-    """Return true where sums need an order that PyTorch's own derivatives do not keep on a device. On the CPU they keep it."""
-    return device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 
 _NN = torch._C._nn
@@ -117,6 +112,9 @@ _NN = torch._C._nn
 COMPOSITE_FUNCTIONS: Mapping[str, Function] = {
     name: getattr(_NN, name) for name in dir(_NN) if "upsample" in name or name == "cross_entropy_loss"
 }
+
+#: Functions of whole recurrent layers.
+RECURRENT_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 #: Methods by which ``forward`` switches the grad mode or inference mode; ``set_grad_enabled`` switches when it is made.
 MODE_SWITCHES = (
@@ -204,12 +202,14 @@ PATCHES: dict[str, Patch] = {
         )
         for name in COMPOSITE_FUNCTIONS
     },
-    "einsum": Patch(
-        target="torch._VF.einsum",
-        why="Under autocast the matrix product inside `einsum` casts its operands; the exporter keeps `einsum` whole, and decomposes "
-        "programs without autocast.",
-        without="An einsum of two dtypes under autocast is refused in programs that the exporter has to decompose.",
-    ),
+    **{
+        name: Patch(
+            target=f"torch._VF.{name}",
+            why="Under autocast the products inside, or the kernel of a whole layer, cast operands. The exporter decomposes without it.",
+            without="Under autocast, operands of two dtypes are refused, and an LSTM returns another dtype.",
+        )
+        for name in ("einsum", *RECURRENT_FUNCTIONS)
+    },
     "deterministic_algorithms": Patch(
         target="torch.use_deterministic_algorithms",
         why="With it torch.nn.functional replaces interpolation, padding and pooling on GPUs by indexing of whole images, which does not "

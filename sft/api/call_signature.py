@@ -20,7 +20,7 @@ import torch
 from sft.analysis.frontend.call_mode_guards import CallModes, GuardKind, GuardValues
 from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
 from sft.analysis.frontend.fingerprint import Fingerprint, module_fingerprint
-from sft.analysis.frontend.torch_patches import needs_deterministic_sums
+from sft.analysis.frontend.switched_settings import needs_deterministic_sums
 from sft.analysis.ir.axes import Axes
 from sft.api.call_arguments import CallStructure
 from sft.api.inputs import InputSpec

@@ -450,14 +450,9 @@ class _Mixes(nn.Module):
         return torch.einsum(self.equation, self.conv(x), self.weight)
 
 
-@pytest.mark.parametrize("equation", ["nchw,cd->ndhw", "nchw,cd", "nc..., cd -> nd..."])
+@pytest.mark.parametrize("equation", ["nchw,cd->ndhw", "nchw,cd", "nc..., cd -> nd...", "nchw,cd->nd"])
 def test_einsum_of_two_types(equation: str) -> None:
-    model, x = seeded(lambda: _Mixes(equation)).float(), torch.randn(2, 3, 7, 10)
-    net = sft.compile(copy.deepcopy(model), x.shape, options=_OPTIONS)
-    steps = [_step(module, x, None, torch.bfloat16) for module in (net, model)]
-    for key, ours in steps[0].items():
-        assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
-        assert _error(ours, steps[1][key]) <= 1e-2, key
+    _assert_same_types_and_values(seeded(lambda: _Mixes(equation)).float(), torch.randn(2, 3, 7, 10), torch.bfloat16)
 
 
 class _Composites(nn.Module):
@@ -475,14 +470,65 @@ class _Composites(nn.Module):
 
 
 def test_operators_inside_of_recurrent_cells() -> None:
-    model, x = seeded(_Composites).float(), image(2, 3, 7, 10).float()
+    _assert_same_types_and_values(seeded(_Composites).float(), image(2, 3, 7, 10).float(), torch.bfloat16)
+
+
+class _Recurrent(nn.Module):
+    """A recurrent layer over the columns of an image, and of its convolution in half precision."""
+
+    def __init__(self, layer: Callable[..., nn.Module], autocast: bool | None) -> None:
+        super().__init__()
+        self.conv, self.layer, self.autocast = nn.Conv2d(3, 3, 3, padding=1), layer(3, 4, 2, bidirectional=True), autocast
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with nullcontext() if self.autocast is None else torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            columns = [image.mean(2).permute(2, 0, 1) for image in (x, self.conv(x))]
+            return tuple(self.layer(each)[0] for each in columns)
+
+
+def _assert_same_types_and_values(model: nn.Module, x: Tensor, dtype: torch.dtype | None) -> None:
     net = sft.compile(copy.deepcopy(model), x.shape, options=_OPTIONS)
-    steps = [_step(module, x, None, torch.bfloat16) for module in (net, model)]
+    steps = [_step(module, x, None, dtype) for module in (net, model)]
     for key, ours in steps[0].items():
         assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
         assert _error(ours, steps[1][key]) <= 2e-2, key
 
 
-def test_two_types_that_the_exporter_does_not_bring_together_are_told() -> None:
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sft.UnsupportedError, match=r"two types meet there.*cast one of them with"):
-        sft.compile(_Mixes("nchw,cd->nd"), (2, 3, 12, 10))(torch.zeros(2, 3, 12, 10))
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("switched", [None, True, False])
+def test_recurrent_layers(layer: Callable[..., nn.Module], switched: bool | None) -> None:
+    """Of inputs of both types; ``switched`` by the model itself."""
+    model = seeded(lambda: _Recurrent(layer, switched)).float()
+    _assert_same_types_and_values(model, image(2, 3, 7, 10).float(), None if switched else torch.bfloat16)
+
+
+class _Einsum(nn.Module):
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.conv, self.equation, self.weight = nn.Conv2d(3, 4, 1), equation, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).mean(3)
+        return torch.einsum(self.equation, y, self.weight, y)
+
+
+@pytest.mark.parametrize(
+    "equation", ["nch,cd,ndh->n", "nch,cd,ndh", "n...h,cc,n...h->n...h", "nch,dd,mdh->nm", "nch,de,mfh->cf", "nch,ce,nch->neh"]
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_einsum_of_three_operands(equation: str, planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.opt_einsum.enabled", planned and torch.backends.opt_einsum.is_available())
+    _assert_same_types_and_values(seeded(lambda: _Einsum(equation)).float(), image(2, 3, 7, 10).float(), torch.bfloat16)
+
+
+def test_linear_equations() -> None:
+    class Solves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.matrix = nn.Conv2d(3, 4, 1), nn.Parameter(torch.randn(4, 4) + 9 * torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.linalg.solve(self.matrix, self.conv(x).mean((2, 3)).mT)
+            return out
+
+    _assert_same_types_and_values(seeded(Solves).float(), image(2, 3, 7, 10).float(), torch.bfloat16)

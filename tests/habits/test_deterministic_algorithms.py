@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import sft
-from sft.analysis.frontend.torch_patches import apply_patches, needs_deterministic_sums
+from sft.analysis.frontend.switched_settings import needs_deterministic_sums
+from sft.analysis.frontend.torch_patches import apply_patches
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import seeded
 

@@ -6,6 +6,7 @@ Where a test here fails with a new release of torch, the row wants a new ``param
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import pkgutil
@@ -28,7 +29,14 @@ from torch.overrides import TorchFunctionMode
 
 import sft
 from sft.analysis.frontend.capture import capture
-from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, MODE_SWITCHES, PATCHES, Patch, apply_patches
+from sft.analysis.frontend.torch_patches import (
+    COMPOSITE_FUNCTIONS,
+    MODE_SWITCHES,
+    PATCHES,
+    RECURRENT_FUNCTIONS,
+    Patch,
+    apply_patches,
+)
 from sft.analysis.frontend.trace_context import COMPUTE_DEVICES
 from sft.common.torch_internals import without_onednn
 from sft.lower.op_recorder import ArgumentSpec, record_ops
@@ -259,22 +267,27 @@ def _composites_are_captured_in_half() -> bool:
         return _captured_dtype(model, torch.bfloat16) == "bfloat16"
 
 
-def _einsum_of_two_types_is_refused() -> bool:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.weight = nn.Conv2d(3, 4, 3), nn.Parameter(torch.randn(4, 5))
+class _OfTwoTypes(nn.Module):
+    """``einsum`` or a recurrent layer of an image in half precision and weights in single."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("nchw,cd->ndhw", self.conv(x), self.weight)
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        layers = {"lstm": nn.LSTM(4, 4), "gru": nn.GRU(4, 4), "rnn_tanh": nn.RNN(4, 4), "rnn_relu": nn.RNN(4, 4, nonlinearity="relu")}
+        self.conv, self.weight, self.layer = nn.Conv2d(3, 4, 3), nn.Parameter(torch.randn(4, 5)), layers.get(name)
 
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.einsum("nchw,cd->ndhw", y, self.weight) if self.layer is None else self.layer(y.mean(3).movedim(2, 0))[0]
+
+
+def _two_types_are_refused(name: str) -> bool:
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None)
-        skip_patch(patching, "einsum")
+        skip_patch(patching, name)
         try:
-            capture(Mixed(), (_SHAPE,), (torch.float32,), torch.device("cpu"), autocast=torch.bfloat16)
-        except sft.UnsupportedError:
-            return True
+            capture(_OfTwoTypes(name), (_SHAPE,), (torch.float32,), torch.device("cpu"), autocast=torch.bfloat16)
+        except sft.UnsupportedError as error:
+            return "operands of two types meet there" in str(error)
     return False
 
 
@@ -427,7 +440,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "bincount_dtype": _sums_by_class_have_the_dtype_of_classes,
     "pooling_sizes": _pooling_guards_the_parity,
     **dict.fromkeys(COMPOSITE_FUNCTIONS, _composites_are_captured_in_half),
-    "einsum": _einsum_of_two_types_is_refused,
+    **{name: functools.partial(_two_types_are_refused, name) for name in ("einsum", *RECURRENT_FUNCTIONS)},
     "deterministic_algorithms": _switches_determinism,
     "onednn": _traces_have_calls_of_onednn,
     "batch_norm_shapes": lambda: _runs_decomposition("native_batch_norm_helper", _Then(nn.BatchNorm2d(4))),

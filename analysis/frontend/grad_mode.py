@@ -35,6 +35,7 @@ from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import (
     CHECKPOINT_NOOP,
     SET_GRAD_ENABLED,
+    batching_or_differentiating_transform,
     disable_torch_function,
     pytree,
     set_grad_enabled_silently,
@@ -193,6 +194,15 @@ class _DetachUnderNoGrad(TorchFunctionMode):
             self._refuse(f"calls {name} on a tensor: hooks inside a compiled model do not run; register it on an output or a parameter")
         if func in _AUTOGRAD_CALLS:
             self._refuse(f"differentiates inside ({name}), which the capture cannot follow; do it outside, with the plain model")
+        # The end of a transform must run.
+        transform = None if name.endswith("_nesting") else batching_or_differentiating_transform()
+        if transform == "grad":
+            self._refuse("differentiates inside (torch.func), which the capture cannot follow; do it outside, with the plain model")
+        if transform == "vmap":
+            self._refuse(
+                "calls torch.func.vmap, of which the capture sees no operators; write the function for a batch, or call it in a loop and "
+                "torch.stack the results"
+            )
         if func == _SET_DATA or name == "detach_":
             action = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
             self._refuse(f"{action} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")

@@ -351,6 +351,29 @@ def cosine_similarity_of_norms(x1: Tensor, x2: Tensor, dim: int = 1, eps: float 
     return (unit(x1) * unit(x2)).sum(dim)
 
 
+def covariance_of_products(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """``cov`` without weights as a product of matrices, without a look at the number of observations as a tensor."""
+    if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()) or input.dim() > 2:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    rows = rows - rows.mean(1, keepdim=True)
+    out: Tensor = (rows @ rows.mT.conj() / max(rows.shape[1] - correction, 0)).squeeze()
+    return out
+
+
+def correlation_of_covariance(input: Tensor) -> Tensor:
+    """``corrcoef`` of real numbers by :func:`covariance_of_products`."""
+    if not input.is_floating_point() or input.dim() > 2:
+        return torch.corrcoef(input)
+    matrix = covariance_of_products(input)
+    if matrix.dim() == 0:
+        return matrix / matrix
+    deviations = matrix.diagonal().sqrt()
+    return (matrix / deviations[:, None] / deviations[None]).clip(-1, 1)
+
+
 #: Functions that are captured in another form: they branch on values of tensors, draw in an operator of their own, or have no rule for
 #: strips. Function modes call the other form, so nothing is patched.
 OTHER_FORMS: Mapping[Any, Function] = {
@@ -358,4 +381,8 @@ OTHER_FORMS: Mapping[Any, Function] = {
     F.rrelu: rrelu_of_noise,
     torch.rrelu: rrelu_of_noise,
     torch.cosine_similarity: cosine_similarity_of_norms,
+    torch.cov: covariance_of_products,
+    torch.corrcoef: correlation_of_covariance,
+    Tensor.cov: covariance_of_products,
+    Tensor.corrcoef: correlation_of_covariance,
 }

@@ -40,6 +40,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "add_number",
+    "batching_or_differentiating_transform",
     "break_dynamo_graph",
     "clear_cublas_workspaces",
     "copy_tensors",
@@ -243,6 +244,13 @@ def is_jit_tracing() -> bool:
 def is_under_functorch_transform() -> bool:
     """Return true inside a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def batching_or_differentiating_transform() -> str | None:
+    """Name of the innermost running transform of ``torch.func`` if it is ``vmap`` or ``grad`` (of which ``vjp`` and ``jacrev`` consist)."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return None if interpreter is None else {kinds.Vmap: "vmap", kinds.Grad: "grad"}.get(interpreter.key())
 
 
 def is_parametrization_cached() -> bool:

@@ -282,6 +282,9 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (lambda model, y: _reversed(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
         (lambda model, y: _bound(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
         (_differentiated, r"differentiates inside \(grad\)"),
+        (lambda model, y: torch.func.grad(lambda x: (x * model.scale).sum())(y), r"differentiates inside \(torch.func\).* do it outside"),
+        (lambda model, y: torch.func.vjp(torch.tanh, y)[1](y)[0], r"differentiates inside \(torch.func\).* do it outside"),
+        (lambda model, y: torch.func.vmap(lambda x: x * model.scale)(y), r"calls torch.func.vmap.* in a loop and torch.stack the results"),
         (lambda model, y: y * 2 if random.random() < 0.5 else y, r"Changed: `forward` draws from `random`"),
         (lambda model, y: y * float(np.random.rand()), r"Changed: `forward` draws from `numpy.random`"),
     ],
@@ -298,6 +301,7 @@ def test_writes_past_autograd_are_refused(change: Callable[[Parts, Tensor], Tens
         sft.compile(model, _SHAPE)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert _reversed(torch.ones(1, requires_grad=True)).requires_grad, "elsewhere it works as before"
+    assert torch._C._functorch.peek_interpreter_stack() is None, "a transform of torch.func ends with the refusal"
 
 
 def _scaled_by_itself(y: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ _EXACT: dict[str, tuple[_Function, tuple[int, ...]]] = {
     "a number in order": (lambda x: torch.masked.var(x, mask=x > 0), (5, 5, 5)),
     "negative momentum": (lambda x: F.batch_norm(x, None, None, training=True, momentum=-1.0), (3, 2, 3, 4)),
     "saved statistics": (lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[:2], (3, 2, 3, 4)),
+    "covariance": (lambda x: (x.flatten(1).cov(), torch.cov(x.flatten(), correction=0), x[:, 0, 0, :1].T.cov()), (4, 3, 5, 6)),
+    "correlation": (lambda x: (torch.corrcoef(x.flatten(1)), x.flatten().corrcoef()), (4, 3, 5, 6)),
     "pooled vectors": (lambda x: F.avg_pool1d(x, 2), (3, 8)),
 }
 

@@ -39,12 +39,12 @@ class BandSegment(TiledSegment):
     synchronized: frozenset[str] = frozenset()
     shared: dict[tuple[Any, ...], Program] = field(default_factory=dict, repr=False)
 
-    def program(self, kind: StripKind, index: int, walk: Sweep) -> Program:
+    def program(self, kind: StripKind, index: int, sweep: Sweep) -> Program:
         schedule = self.schedule
         assert isinstance(schedule, StripSchedule)
-        key = (kind, schedule.signature(index), self.panel_kinds[walk.panel], len(walk.chunk))
+        key = (kind, schedule.signature(index), self.panel_kinds[sweep.panel], len(sweep.chunk))
         if key not in self.shared:
-            self.shared[key] = super().program(kind, index, walk)
+            self.shared[key] = super().program(kind, index, sweep)
         self._programs[(kind, int(schedule.kinds[1][index]), *key[2:])] = self.shared[key]
         return self.shared[key]
 
@@ -57,12 +57,12 @@ class BandSegment(TiledSegment):
     def timeline(self) -> StripTimeline:
         """Order in which rows are computed and read."""
         assert isinstance(self.schedule, StripSchedule)
-        return StripTimeline(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
+        return StripTimeline(schedule=self.schedule, num_sweeps=len(self.chunks) * len(self.panels))
 
     @cached_property
     def _strips_before(self) -> Mapping[Sweep, int]:
         """Strips before each sweep, forward."""
-        return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.sweeps)}
+        return {sweep: number * self.schedule.num_steps for number, sweep in enumerate(self.sweeps)}
 
     def _run_forward(
         self,
@@ -70,12 +70,12 @@ class BandSegment(TiledSegment):
         values: ValueBindings,
         cache: CarryCache,
         index: int,
-        walk: Sweep,
+        sweep: Sweep,
         partial: Mapping[str, Buffer] | None,
     ) -> None:
         if partial is not None:  # restored strips run again in the backward pass, where `_run_joint` counts them
-            cast(BandMachine, machine).comm_queue.reach(self._strips_before[walk] + index)
-        super()._run_forward(machine, values, cache, index, walk, partial)
+            cast(BandMachine, machine).comm_queue.reach(self._strips_before[sweep] + index)
+        super()._run_forward(machine, values, cache, index, sweep, partial)
 
     def _run_joint(
         self,
@@ -84,12 +84,12 @@ class BandSegment(TiledSegment):
         cache: CarryCache,
         grads: Gradients,
         index: int,
-        walk: Sweep,
+        sweep: Sweep,
         carried: dict[str, Buffer],
         weight: int,
     ) -> dict[str, Buffer]:
-        cast(BandMachine, machine).comm_queue.reach(self.timeline.num_strips - self._strips_before[walk] - index - 1)
-        return super()._run_joint(machine, values, cache, grads, index, walk, carried, weight)
+        cast(BandMachine, machine).comm_queue.reach(self.timeline.num_strips - self._strips_before[sweep] - index - 1)
+        return super()._run_joint(machine, values, cache, grads, index, sweep, carried, weight)
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
         band_machine = cast(BandMachine, machine)
@@ -104,16 +104,16 @@ class BandSegment(TiledSegment):
                 )
         super().close_reductions(machine, values, partial, chunk)
 
-    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
         if isinstance(tensors, ValueBindings) and name in tensors.loaders:
-            return super()._source_slice(machine, tensors, name, step, walk)
-        rows = self.scope_of(walk).rows_read(step)[name].shift(-self.first_rows[name])
-        columns = self.panels[walk.panel][name].new
-        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+            return super()._source_slice(machine, tensors, name, step, sweep)
+        rows = self.scope_of(sweep).rows_read(step)[name].shift(-self.first_rows[name])
+        columns = self.panels[sweep.panel][name].new
+        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        rows, columns = self.output_region(name, step, walk)
-        return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
+    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+        rows, columns = self.output_region(name, step, sweep)
+        return machine.view(tensors.by_name[name], sweep.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,22 +38,22 @@ class StripTimeline:
 
     Attributes:
         schedule: the strips of a sweep.
-        num_walks: sweeps in each direction.
+        num_sweeps: sweeps in each direction.
     """
 
     schedule: StripSchedule
-    num_walks: int
+    num_sweeps: int
 
     @property
     def num_strips(self) -> int:
         """Strips of all sweeps."""
-        return self.schedule.num_steps * self.num_walks
+        return self.schedule.num_steps * self.num_sweeps
 
     def strips_until_computed(self, name: str, stop: int) -> int:
         """Forward: strips until the rows of a result before ``stop`` are computed in all sweeps."""
         if not self.schedule.num_steps:
             return 0
-        return (self.num_walks - 1) * self.schedule.num_steps + int(np.searchsorted(self.schedule.frontier[name], stop))
+        return (self.num_sweeps - 1) * self.schedule.num_steps + int(np.searchsorted(self.schedule.frontier[name], stop))
 
     def strips_before_read(self, name: str, start: int) -> int:
         """Forward: strips before the first of a sweep that reads a row of a source from ``start`` on; all strips if none does."""
@@ -65,7 +65,7 @@ class StripTimeline:
         """Backward: strips until the gradients of a source's rows from ``start`` on are complete."""
         if not self.schedule.num_steps:
             return 0
-        return self.num_walks * self.schedule.num_steps - self.strips_before_read(name, start)
+        return self.num_sweeps * self.schedule.num_steps - self.strips_before_read(name, start)
 
     def strips_before_grad_read(self, name: str, stop: int) -> int:
         """Backward: strips before the first that reads the gradient of a row of a result before ``stop``."""

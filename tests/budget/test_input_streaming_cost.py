@@ -21,7 +21,7 @@ from sft.sources import ArraySource, StripReader
 from sft.sources.strip_reader import reader_bytes
 from tests.helpers.models import ConvNet, Residual, chain, image, seeded
 from tests.helpers.problems import with_resources
-from tests.helpers.sources import Watched, reader_threads
+from tests.helpers.sources import Watched, mapped_bytes, reader_threads
 from tests.torch_runtime.test_input_streaming import SkipFromInput, check_budget, random_pixels
 
 _SHAPE = (1, 3, 30, 20)
@@ -178,17 +178,6 @@ def test_a_plan_for_a_tensor_is_not_one_for_a_source() -> None:
 # --- pages of mapped files ------------------------------------------------------------------------------------------
 
 
-def _resident_bytes(path: Path) -> int:
-    """Bytes of a file that are mapped and in memory, as this process's share."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if ":" not in line.split()[0]:
-            inside = str(path) in line
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped pages")
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_pages_that_were_read_are_given_back(tmp_path: Path, layout: Any) -> None:
@@ -198,9 +187,9 @@ def test_pages_that_were_read_are_given_back(tmp_path: Path, layout: Any) -> Non
     source = ArraySource(tmp_path / "image.npy", layout=layout)
     most = 0
     for _ in StripReader(source, [Interval(top, top + 128) for top in range(0, 8192, 128)]):
-        most = max(most, _resident_bytes(tmp_path / "image.npy"))
+        most = max(most, mapped_bytes(tmp_path / "image.npy"))
     # A huge page of the kernel's cache on either side may be mapped with what is touched, in each plane.
-    assert most < pixels.nbytes / 2 and _resident_bytes(tmp_path / "image.npy") < pixels.nbytes / 8
+    assert most < pixels.nbytes / 2 and mapped_bytes(tmp_path / "image.npy") < pixels.nbytes / 8
 
 
 @pytest.mark.parametrize("mode", ["r+", "c"])

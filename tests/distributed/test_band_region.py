@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,16 +19,9 @@ from sft.common.free_memory import FreeMemory
 from sft.distributed import all_reduce as sums
 from tests.helpers.band_checks import check_bands, mesh_of
 from tests.helpers.models import Branches, ConvNet, Residual, image, seeded
-from tests.helpers.ranks import Ranks, ranks_of
+from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    with ranks_of(2, folder) as ranks:
-        yield ranks
 
 
 class Vgg(nn.Module):
@@ -252,13 +244,6 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
     "spread-batch": (Spread, (2, 3, 19, 10), {"output": "band"}),
     "mixed-batch": (Mixed, (2, 3, 19, 12), {}),
 }
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("four")
-    with ranks_of(4, folder) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", _CASES)

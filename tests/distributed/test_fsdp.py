@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sft
-from tests.helpers.exactness import gradient_errors, relative_error
+from tests.helpers.exactness import gradient_errors, param_grads, relative_error
 from tests.helpers.models import image, seeded
-from tests.helpers.ranks import Ranks, ranks_of
+from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
 
@@ -57,30 +57,12 @@ def _in_parts(model: Any, **settings: Any) -> None:
         fully_shard(part, **settings)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    with ranks_of(2, folder) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("four")
-    with ranks_of(4, folder) as ranks:
-        yield ranks
-
-
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _full(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values.items()}
-
-
-def _grads(module: nn.Module) -> dict[str, Any]:
-    return {name: p.grad for name, p in module.named_parameters()}
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -132,7 +114,7 @@ def _check(
         if image_mesh is None or image_mesh[0] == 1:
             for name, buffer in net.named_buffers():
                 assert relative_error(buffer, eager.get_buffer(name)) <= 1e-12, name
-        found, expected = _full(_grads(net)), _grads(eager)
+        found, expected = _full(param_grads(net)), param_grads(eager)
         for grads in (found, expected):
             assert {name for name, grad in grads.items() if grad is None} == {"frozen.weight", "frozen.bias"}
         worst = max(gradient_errors(found, expected).items(), key=lambda item: item[1])
@@ -236,7 +218,7 @@ def _fails_and_goes_on(rank: int) -> None:
     eager(x)  # the failed call's forward did update the running statistics
     _loss(net, x).backward()
     _loss(eager, x).backward()
-    assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+    assert max(gradient_errors(_full(param_grads(net)), param_grads(eager)).values()) <= 1e-12
     # Versions of FSDP that cannot start anew are not asked to.
     y = net(source)
     source.is_broken = True
@@ -264,7 +246,7 @@ def _names_a_rank_that_does_not_come(rank: int) -> None:
     eager(x)
     _loss(net, x).backward()
     _loss(eager, x).backward()
-    assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+    assert max(gradient_errors(_full(param_grads(net)), param_grads(eager)).values()) <= 1e-12
 
 
 def _infers_and_differentiates_the_image(rank: int) -> None:
@@ -283,7 +265,7 @@ def _infers_and_differentiates_the_image(rank: int) -> None:
     assert before + peak.num_bytes <= net.plan.total_bytes
     _loss(eager, y).backward()
     assert x.grad is not None and y.grad is not None and relative_error(x.grad, y.grad) <= 1e-12
-    assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+    assert max(gradient_errors(_full(param_grads(net)), param_grads(eager)).values()) <= 1e-12
     with torch.no_grad():
         assert relative_error(net(x), eager(y)) <= 1e-12
     net.set_unshard_in_backward(False)

@@ -188,8 +188,8 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
         for segment, makes in zip(bands.region(band).segments, bands.region(band).writes, strict=True):
             if not isinstance(segment, BandSegment) or not segment.schedule.num_steps:
                 continue
-            timeline, count, walks = segment.timeline, segment.schedule.num_steps, len(segment.sweeps)
-            assert timeline.num_strips == count * walks
+            timeline, count, num_sweeps = segment.timeline, segment.schedule.num_steps, len(segment.sweeps)
+            assert timeline.num_strips == count * num_sweeps
             steps = [segment.step(index) for index in range(count)]
             for value in makes:
                 if value not in bands.ownership.values:
@@ -197,7 +197,7 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
                 own = bands.ownership.values[value].owned_rows[band]
                 for row in range(own.start, own.stop):
                     maker = next(index for index, step in enumerate(steps) if row in range(step[value].owned.start, step[value].owned.stop))
-                    assert timeline.strips_until_computed(value, row + 1) == (walks - 1) * count + maker + 1
+                    assert timeline.strips_until_computed(value, row + 1) == (num_sweeps - 1) * count + maker + 1
                     assert timeline.strips_before_grad_read(value, row + 1) == count - 1 - maker
                     num_asked += 1
             for source in segment.schedule.sources:
@@ -205,7 +205,7 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
                 for row in range(max(each.stop for each in reads if each)):
                     reader = next(index for index, each in enumerate(reads) if each and each.stop > row)
                     assert timeline.strips_before_read(source, row) == reader
-                    assert timeline.strips_until_grad_complete(source, row) == walks * count - reader
+                    assert timeline.strips_until_grad_complete(source, row) == num_sweeps * count - reader
                     num_asked += 1
     assert num_asked > 20
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,19 +22,12 @@ from tests.helpers.dags import dags
 from tests.helpers.exactness import gradient_errors
 from tests.helpers.models import ConvNet, Residual, image, seeded
 from tests.helpers.poison import poisoned
-from tests.helpers.ranks import Ranks, ranks_of
+from tests.helpers.ranks import Ranks
 
 pytestmark = [
     pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    with ranks_of(2, folder) as ranks:
-        yield ranks
 
 
 @st.composite

@@ -20,7 +20,7 @@ from sft.sources.sink import NpyFile
 from tests.helpers.capture_cache import remembered_captures
 from tests.helpers.exactness import gradient_errors, relative_error
 from tests.helpers.models import chain, image, seeded
-from tests.helpers.sources import Watched
+from tests.helpers.sources import Watched, mapped_bytes
 
 SHAPE = (2, 3, 20, 14)
 TILED = sft.Options(tile=(4, 6), batch_tile=1)
@@ -285,24 +285,13 @@ def test_types_that_files_cannot_hold(tmp_path: Path) -> None:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
-def _resident_bytes(path: Path) -> int:
-    """Bytes of a file that are mapped and in this process's memory."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if ":" not in line.split()[0]:
-            inside = str(path) in line
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped pages")
 def test_pages_that_were_written_are_given_back(tmp_path: Path) -> None:
     file = NpyFile(tmp_path / "out.npy", (1, 2, 4096, 2048), torch.float32)
     file.array[:] = 1.0
     file.publish()
-    most = _resident_bytes(tmp_path / "out.npy")
+    most = mapped_bytes(tmp_path / "out.npy")
     file.release(2, Interval(0, 1), Interval(1024, 3072))
-    assert most > 60 * 2**20 and _resident_bytes(tmp_path / "out.npy") < most * 0.6
+    assert most > 60 * 2**20 and mapped_bytes(tmp_path / "out.npy") < most * 0.6
     file.release()
-    assert _resident_bytes(tmp_path / "out.npy") == 0 and float(np.load(tmp_path / "out.npy").min()) == 1.0
+    assert mapped_bytes(tmp_path / "out.npy") == 0 and float(np.load(tmp_path / "out.npy").min()) == 1.0

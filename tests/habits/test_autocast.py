@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sft
+from tests.helpers.backend_networks import relative_l2
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget, plan_of
 from tests.helpers.models import chain, image, seeded
@@ -124,12 +125,6 @@ def _step(module: nn.Module, x: Tensor, gradients: Sequence[Tensor] | None, dtyp
     return {"outputs": [y.detach() for y in outputs], "input": [x.grad], "parameters": found}
 
 
-def _error(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Relative L2 error of all elements together."""
-    difference, size = (torch.cat([v.double().flatten() for v in values]) for values in (ours, reference))
-    return float((difference - size).norm() / size.norm())
-
-
 def _median_errors(
     make: Callable[[], nn.Module], autocast: torch.dtype | None, weights: torch.dtype, num_seeds: int
 ) -> tuple[dict[str, float], ...]:
@@ -149,12 +144,12 @@ def _median_errors(
         for module, errors in zip((eager, net), found, strict=True):
             step = _step(module, x.to(weights), gradients, autocast)
             for key, values in step.items():
-                errors.setdefault(key, []).append(_error(values, exact[key]))
+                errors.setdefault(key, []).append(relative_l2(values, exact[key]))
             for number, (gradient, expected) in enumerate(zip(step["parameters"], exact["parameters"], strict=True)):
-                errors.setdefault(str(number), []).append(_error([gradient], [expected]))
+                errors.setdefault(str(number), []).append(relative_l2([gradient], [expected]))
             for (name, buffer), expected in zip(module.named_buffers(), reference.buffers(), strict=True):
                 if buffer.is_floating_point():
-                    errors.setdefault(name, []).append(_error([buffer], [expected]))
+                    errors.setdefault(name, []).append(relative_l2([buffer], [expected]))
                 else:
                     assert torch.equal(buffer, expected)
     return tuple({key: statistics.median(values) for key, values in errors.items()} for errors in found)
@@ -304,7 +299,7 @@ def test_a_model_with_its_own_autocast() -> None:
         steps = [_step(module, x, None, outer) for module in (net, model)]
         for key in steps[0]:
             assert steps[0][key][0].dtype == steps[1][key][0].dtype == torch.float32
-            assert _error(steps[0][key], steps[1][key]) <= 1e-2, key  # some CPUs round more often than others
+            assert relative_l2(steps[0][key], steps[1][key]) <= 1e-2, key  # some CPUs round more often than others
         for (name, ours), eager in zip(net.named_buffers(), model.buffers(), strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-4, msg=name)
     with torch.autocast("cpu", torch.bfloat16):
@@ -318,7 +313,7 @@ def test_input_in_half_precision() -> None:
     x = torch.randn(_SHAPE).bfloat16()
     ours, eager = (_step(module, x, None, torch.bfloat16) for module in (net, model))
     for key in ours:
-        assert _error(ours[key], eager[key]) <= 0.05, key
+        assert relative_l2(ours[key], eager[key]) <= 0.05, key
     with pytest.raises(sft.InputError, match=r"input 0 has dtype torch\.bfloat16, the model torch\.float32"):
         net(x)
 
@@ -406,7 +401,7 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
     assert scales[0] == scales[1]
     assert 1 <= len(norms[0]) < 6, "some steps are skipped, some are not"
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    moved = _error([p.detach() for p in net.parameters()], [p.detach() for p in model.parameters()])
+    moved = relative_l2([p.detach() for p in net.parameters()], [p.detach() for p in model.parameters()])
     assert moved <= 2e-3
 
 
@@ -491,7 +486,7 @@ def _assert_same_types_and_values(model: nn.Module, x: Tensor, dtype: torch.dtyp
     steps = [_step(module, x, None, dtype) for module in (net, model)]
     for key, ours in steps[0].items():
         assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
-        assert _error(ours, steps[1][key]) <= 2e-2, key
+        assert relative_l2(ours, steps[1][key]) <= 2e-2, key
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -109,7 +111,7 @@ def training_step(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor
     return [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
-def relative_l2(ours: list[Tensor], reference: list[Tensor]) -> float:
+def relative_l2(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """The relative L2 error of all tensors together."""
     a, b = (torch.cat([value.double().flatten() for value in values]) for values in (ours, reference))
     return float((a - b).norm() / b.norm())

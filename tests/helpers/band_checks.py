@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from sft.common.torch_internals import pytree
-from tests.helpers.exactness import gradient_errors, relative_error
+from tests.helpers.exactness import gradient_errors, param_grads, relative_error
 from tests.helpers.models import image, seeded
 from tests.helpers.positional_rng import reseed, seed_of, with_positional_dropout
 
@@ -85,7 +85,7 @@ def check_bands(
         found = _step(net, ours, own)
         errors = {
             "output": max(relative_error(a, b) for a, b in zip(found, theirs[replica], strict=True)),
-            "param_grad": max(gradient_errors(_grads(net), _grads(eager)).values(), default=0.0),
+            "param_grad": max(gradient_errors(param_grads(net), param_grads(eager)).values(), default=0.0),
             "buffer": max((relative_error(b, dict(eager.named_buffers())[n]) for n, b in net.named_buffers()), default=0.0),
             "input_grad": 0.0,
         }
@@ -93,9 +93,9 @@ def check_bands(
             mine, reference = ours.grad, references[replica].grad
             assert (mine is None) == (reference is None), "only one of the two has an input gradient"
             if mine is not None and reference is not None:
-                floor = 1e-3 * max((float(g.abs().max()) for g in _grads(eager).values() if g is not None), default=0.0)
+                floor = 1e-3 * max((float(g.abs().max()) for g in param_grads(eager).values() if g is not None), default=0.0)
                 errors["input_grad"] = relative_error(mine, reference, scale=max(floor, float(reference.abs().max())))
-        largest = max((float(g.abs().max()) for g in _grads(eager).values() if g is not None), default=1.0)
+        largest = max((float(g.abs().max()) for g in param_grads(eager).values() if g is not None), default=1.0)
         for module in (eager, net):
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -108,10 +108,6 @@ def check_bands(
             worst[name] = max(worst[name], error)
     _check_plan(net, images[replica], weights if output == "device" else own, input_grad=input_grad)
     return worst
-
-
-def _grads(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], step: int, *, synchronized: bool) -> list[list[Tensor]]:
@@ -142,7 +138,7 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
                 buffer.copy_(start[name])
         reseed(eager, seed_of(step + 1000 * replica))
         found.append(_step(eager, x, weights))
-        for name, grad in _grads(eager).items():
+        for name, grad in param_grads(eager).items():
             if grad is not None:
                 total[name] = total.get(name, torch.zeros_like(grad)) + grad / count
         eager.zero_grad(set_to_none=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 import sft
-from tests.helpers.exactness import gradient_errors, relative_error
+from tests.helpers.exactness import gradient_errors, param_grads, relative_error
 from tests.helpers.models import ConvNet, seeded
 
-__all__ = ["OPTIONS", "SHAPE", "assert_same_grads", "assert_same_state", "grads", "pair"]
+__all__ = ["OPTIONS", "SHAPE", "assert_same_grads", "assert_same_state", "pair"]
 
 SHAPE = (2, 3, 20, 12)
 OPTIONS = sft.Options(tile=(6, 12))
@@ -23,14 +23,9 @@ def pair(make: Callable[[], nn.Module] = ConvNet, shape: tuple[int, ...] = SHAPE
     return model, sft.compile(copy.deepcopy(model), shape, options=sft.Options(tile=(6, shape[3])))
 
 
-def grads(module: nn.Module) -> dict[str, Tensor | None]:
-    """By parameter."""
-    return {name: p.grad for name, p in module.named_parameters()}
-
-
 def assert_same_grads(ours: nn.Module, eager: nn.Module) -> None:
     """To rounding."""
-    assert max(gradient_errors(grads(ours), grads(eager)).values()) <= 1e-11
+    assert max(gradient_errors(param_grads(ours), param_grads(eager)).values()) <= 1e-11
 
 
 def assert_same_state(ours: nn.Module, eager: nn.Module, tolerance: float = 1e-9) -> None:

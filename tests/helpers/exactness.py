@@ -50,6 +50,7 @@ __all__ = [
     "assert_exact",
     "assert_within_budget",
     "gradient_errors",
+    "param_grads",
     "plan_of",
     "relative_error",
     "rounding_of_eager",
@@ -148,7 +149,8 @@ def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
         torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
 
 
-def _param_grads(module: nn.Module) -> dict[str, Tensor | None]:
+def param_grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients of a module's parameters, by name."""
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
@@ -412,14 +414,14 @@ def _compare(
         found: dict[str, dict[str, float]] = {
             "output": {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))},
             "input_grad": {},
-            "param_grad": gradient_errors(_param_grads(net), _param_grads(eager)),
+            "param_grad": gradient_errors(param_grads(net), param_grads(eager)),
             "buffer": {},
         }
         assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
         assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
         if x_ours.grad is not None and x_eager.grad is not None:
             floor = _SMALLEST_SHARE * max(
-                (float(g.abs().max()) for g in _param_grads(eager).values() if g is not None and g.numel()), default=0.0
+                (float(g.abs().max()) for g in param_grads(eager).values() if g is not None and g.numel()), default=0.0
             )
             scale = max(floor, float(x_eager.grad.abs().max()))
             found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
@@ -438,7 +440,7 @@ def _compare(
                 verdict = _verdict(eager, name, x_eager, x_ours.grad, net, others, gradients, seed + step)
                 raise InexactError(f"{error}. Along the difference of the gradients of {name}, {verdict}") from None
 
-        largest = max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None and g.numel()), default=0.0)
+        largest = max((float(g.abs().max()) for g in param_grads(eager).values() if g is not None and g.numel()), default=0.0)
         for module in (eager, net):
             _sgd_step(module, _LEARNING_RATE / max(largest, 1e-300))
             module.zero_grad(set_to_none=True)
@@ -458,8 +460,8 @@ def _verdict(
     seed: int,
 ) -> Verdict:
     """The verdict of finite differences on two gradients of the input, or of the parameter ``name``."""
-    ours = input_grad if name == "input" else _param_grads(net)[name]
-    theirs = x.grad if name == "input" else _param_grads(eager)[name]
+    ours = input_grad if name == "input" else param_grads(net)[name]
+    theirs = x.grad if name == "input" else param_grads(eager)[name]
     assert ours is not None and theirs is not None
 
     def function(value: Tensor) -> Tensor:

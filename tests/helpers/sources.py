@@ -19,7 +19,7 @@ from torch import Tensor
 from sft.common.interval import Interval
 from sft.sources import Normalized, StripReader
 
-__all__ = ["Watched", "reader_threads", "walk", "write_tiled_tiff"]
+__all__ = ["Watched", "mapped_bytes", "reader_threads", "walk", "write_tiled_tiff"]
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -31,6 +31,17 @@ def reader_threads() -> list[threading.Thread]:
 
 def _reading() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "sft-strip-reader"]
+
+
+def mapped_bytes(path: Path) -> int:
+    """Bytes of a file that are mapped and in memory, as this process's share."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ":" not in line.split()[0]:
+            inside = str(path) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 class Watched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,29 @@ from torch import Tensor
 
 from sft.kernels.geometry import Geometry, KernelWindow, Span, TileAxis
 
-__all__ = ["assert_close", "assert_nothing_else_written", "empty_buffer", "fill_buffer", "launch_on_gpu", "tile_geometry", "weight_slots"]
+__all__ = [
+    "assert_close",
+    "assert_nothing_else_written",
+    "empty_buffer",
+    "fill_buffer",
+    "launch_on_gpu",
+    "normal_numbers",
+    "pixels_of",
+    "tile_geometry",
+    "weight_slots",
+]
+
+
+def normal_numbers(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function from a shape to normal numbers in fp64 with values of ``dtype``, the same sequence for a seed."""
+    random = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
+
+
+def pixels_of(image: Tensor, tile: tuple[range, range], share: int = 1) -> Tensor:
+    """A tile of an image, or of one with a ``share`` of its rows and columns."""
+    rows, columns = (slice(part.start // share, part.stop // share) for part in tile)
+    return image[:, :, rows, columns]
 
 
 def tile_geometry(

@@ -21,6 +21,7 @@ __all__ = [
     "TileNet",
     "TinyNet",
     "damage_tile",
+    "read_rows",
     "real_pixels",
     "run_wsi",
     "tile_net",
@@ -32,7 +33,14 @@ __all__ = [
     "write_task",
 ]
 
+
 _SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small-Region.svs"
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file by the names of their columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 class TinyNet(nn.Module):

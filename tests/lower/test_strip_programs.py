@@ -53,11 +53,11 @@ def _segment(model: nn.Module, shape: tuple[int, int, int, int], rows: int, cols
 def _pairs(segment: TiledSegment, *, training: bool) -> list[tuple[Program, Program]]:
     """Each strip's programs, linked and lowered alone."""
     found = []
-    for walk in segment.sweeps:
+    for sweep in segment.sweeps:
         for index in map(int, segment.schedule.kinds[0]):
             for kind in _KINDS if training else _KINDS[:1]:
-                alone = emit_strip(segment.scope_of(walk), segment.step(index), kind).finish()
-                found.append((segment.program(kind, index, walk), alone))
+                alone = emit_strip(segment.scope_of(sweep), segment.step(index), kind).finish()
+                found.append((segment.program(kind, index, sweep), alone))
     return found
 
 
@@ -85,9 +85,9 @@ def test_a_strip_of_parts_is_the_strip_lowered_alone(name: str, rows: int, cols:
 def test_the_order_in_which_strips_are_lowered_changes_nothing() -> None:
     first, second = (_segment(_Joined(), (1, 3, 48, 16), 8, None, "carry", training=True) for _ in range(2))
     asked = [(kind, int(index)) for index in first.schedule.kinds[0] for kind in _KINDS]
-    walk = first.sweeps[0]
-    forwards = [described(first.program(kind, index, walk)) for kind, index in asked]
-    backwards = [described(second.program(kind, index, walk)) for kind, index in reversed(asked)]
+    sweep = first.sweeps[0]
+    forwards = [described(first.program(kind, index, sweep)) for kind, index in asked]
+    backwards = [described(second.program(kind, index, sweep)) for kind, index in reversed(asked)]
     assert forwards == backwards[::-1]
 
 
@@ -95,10 +95,10 @@ def test_fragments_that_strips_share_are_lowered_once() -> None:
     layers = [layer for _ in range(12) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     model = chain(nn.Conv2d(3, 4, 1), *layers)
     segment = _segment(model, (1, 3, 64, 16), 2, None, "carry", training=True)
-    walk, first = segment.sweeps[0], segment.schedule.kinds[0]
-    programs = [segment.program(kind, int(index), walk) for kind in _KINDS for index in first]
+    sweep, first = segment.sweeps[0], segment.schedule.kinds[0]
+    programs = [segment.program(kind, int(index), sweep) for kind in _KINDS for index in first]
     num_passes = [2 * len(first) if kind == "joint" else len(first) for kind in _KINDS]
     lowered_alone = sum(num_passes) * len(segment.scope.names)
     # Strips differ while rows arrive at one layer after the other; what a layer does differs for its first and last rows alone.
     assert len(first) == 14 and len(programs) == 42
-    assert segment._lowering(walk).num_fragments < lowered_alone / 4
+    assert segment._lowering(sweep).num_fragments < lowered_alone / 4

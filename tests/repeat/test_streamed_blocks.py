@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import sft
 from sft.nn import Repeat
 from sft.weights import DiskStore
+from tests.helpers.streamed_weights import same_state
 
 _BLOCKS = 5
 
@@ -209,15 +210,10 @@ def test_state_dicts_go_both_ways(two_phase: bool) -> None:
             if number:  # and back again
                 theirs_saved = theirs.state_dict()
                 second.load_state_dict(theirs_saved)
-                assert _same_state(second.state_dict(), theirs_saved)
+                assert same_state(second.state_dict(), theirs_saved)
             else:
                 _step(resident, theirs, 3)
                 assert all(torch.equal(value, expected[name]) for name, value in resident.state_dict().items())
-
-
-def _same_state(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    pairs = [(first["state"][key][name], value) for key, state in second["state"].items() for name, value in state.items()]
-    return bool(pairs) and all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def test_a_state_dict_of_other_shapes_changes_nothing() -> None:
@@ -230,7 +226,7 @@ def test_a_state_dict_of_other_shapes_changes_nothing() -> None:
     bad["state"][largest]["exp_avg"] = torch.zeros(3)
     with pytest.raises(sft.InputError, match="exp_avg"):
         optimizer.load_state_dict(bad)
-    assert _same_state(optimizer.state_dict(), good)
+    assert same_state(optimizer.state_dict(), good)
     bad = copy.deepcopy(good)
     bad["param_groups"][0]["amsgrad"] = False
     with pytest.raises(sft.InputError, match="max_exp_avg_sq"):
@@ -312,7 +308,7 @@ def test_a_failing_step_changes_nothing(two_phase: bool, where: str, tmp_path: P
     ours.zero_grad()
     found = {name: value for name, value in model.state_dict().items() if "running" not in name and "tracked" not in name}
     assert all(torch.equal(value, state[name]) for name, value in found.items())
-    assert _same_state(ours.state_dict(), optimizer_state)
+    assert same_state(ours.state_dict(), optimizer_state)
 
     # And when the weights cannot be committed, the step can be tried again.
     model(_batch(2)).square().mean().backward()
@@ -327,7 +323,7 @@ def test_a_failing_step_changes_nothing(two_phase: bool, where: str, tmp_path: P
         patched.setattr(store, "commit", refuse)
         with pytest.raises(sft.SourceError, match="full"):
             ours.step()
-    assert _same_state(ours.state_dict(), optimizer_state)
+    assert same_state(ours.state_dict(), optimizer_state)
     if two_phase:
         ours.step()
         theirs.step()
@@ -408,7 +404,7 @@ def test_half_precision_has_fp32_copies(two_phase: bool) -> None:
     assert all(value.dtype == torch.float32 for entry in state.values() for value in entry.values())
     saved = copy.deepcopy(ours.state_dict())
     ours.load_state_dict(saved)
-    assert _same_state(ours.state_dict(), saved)
+    assert same_state(ours.state_dict(), saved)
 
 
 def test_weights_must_not_change_between_the_passes() -> None:

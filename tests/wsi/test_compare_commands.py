@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import statistics
@@ -17,13 +16,8 @@ from sft.wsi.eval.comparison import MetricRow, markdown_table
 from sft.wsi.eval.metrics import Prediction
 from sft.wsi.eval.prediction_table import read_predictions, write_predictions
 from sft.wsi.model.tasks import Task
+from tests.helpers.wsi import read_rows, write_config, write_table, write_task
 from tests.helpers.wsi import run_wsi as main
-from tests.helpers.wsi import write_config, write_table, write_task
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three folds of two patients each."""
     folder = tmp_path_factory.mktemp("folds")
     table = write_task(folder, num_slides=6, size_px=96)
-    write_table(table, [{name: cell for name, cell in row.items() if name != "split"} for row in _rows(table)])
+    write_table(table, [{name: cell for name, cell in row.items() if name != "split"} for row in read_rows(table)])
     config = write_config(folder / "c.yaml", table, folder / "cv", train={"epochs": 1})
     assert main(["folds", "--config", str(config), "--folds", "3", "--bootstrap", "20"]) == 0
     return folder
@@ -39,15 +33,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_folds_are_runs_with_one_table_over_them(trained: Path) -> None:
     run = trained / "cv"
-    tested = [row["slide"] for number in range(3) for row in _rows(run / f"fold-{number}" / "test" / "predictions.csv")]
+    tested = [row["slide"] for number in range(3) for row in read_rows(run / f"fold-{number}" / "test" / "predictions.csv")]
     assert sorted(tested) == [f"s{number}" for number in range(6)], "each slide is tested once"
-    pooled = _rows(run / "pooled" / "predictions.csv")
+    pooled = read_rows(run / "pooled" / "predictions.csv")
     assert sorted(row["slide"] for row in pooled) == sorted(tested)
     by_slide = {row["slide"]: row for row in pooled}
     for number in range(3):
-        for row in _rows(run / f"fold-{number}" / "test" / "predictions.csv"):
+        for row in read_rows(run / f"fold-{number}" / "test" / "predictions.csv"):
             assert by_slide[row["slide"]] == row
-    table = {(row["split"], row["level"], row["metric"]): row for row in _rows(run / "folds.csv")}
+    table = {(row["split"], row["level"], row["metric"]): row for row in read_rows(run / "folds.csv")}
     losses = []
     for number in range(3):
         metrics = json.loads((run / f"fold-{number}" / "test" / "metrics.json").read_text())
@@ -105,8 +99,8 @@ def test_runs_are_compared_in_one_table(trained: Path, tmp_path: Path, capsys: p
     assert main(["compare", run, "--out", str(tmp_path / "t.csv"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in told["runs"]] == ["fold-0", "fold-1", "fold-2"] and told["settings"] == {"data.fold": [0, 1, 2]}
-    of_folds = {(row["split"], row["level"], row["metric"]): row for row in _rows(trained / "cv" / "folds.csv")}
-    for row in _rows(tmp_path / "t.csv"):
+    of_folds = {(row["split"], row["level"], row["metric"]): row for row in read_rows(trained / "cv" / "folds.csv")}
+    for row in read_rows(tmp_path / "t.csv"):
         assert row | {"pooled": ""} == of_folds[row["split"], row["level"], row["metric"]] | {"pooled": ""}
     assert main(["compare", f"{run}/fold-2", f"{run}/fold-0", "--split", "test"]) == 0
     shown = capsys.readouterr().out

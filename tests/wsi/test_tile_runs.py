@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from sft.wsi.model.heads import set_training
 from sft.wsi.train.checkpoint import CheckpointFolder, restore_weights
 from sft.wsi.train.experiment import Experiment, load_experiment
 from sft.wsi.train.grad_accumulation import GradientAccumulator
-from tests.helpers.wsi import real_pixels, run_wsi, tissue_places, write_config, write_slide, write_table
+from tests.helpers.wsi import read_rows, real_pixels, run_wsi, tissue_places, write_config, write_slide, write_table
 
 _MODEL = {"backbone": "tests.helpers.wsi:tile_net", "encoder": "tiles", "tile_px": 16, "head": "attention", "budget": "8MiB"}
 
@@ -54,11 +53,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def _experiment(run: Path) -> Experiment:
     experiment = load_experiment(read_config(run / "config.yaml"), trust="tests")
     best = CheckpointFolder(run / "checkpoints").load("best")
@@ -78,12 +72,12 @@ def _tiles(experiment: Experiment, number: int) -> Tensor:
 def test_predictions_are_those_of_the_plain_network(trained: Path) -> None:
     run = trained / "run"
     experiment = _experiment(run)
-    rows = _rows(run / "val" / "predictions.csv")
+    rows = read_rows(run / "val" / "predictions.csv")
     assert len(rows) == 4 and [len(_tiles(experiment, number)) for number in range(4)] == [12, 16, 12, 12]
     for number, row in enumerate(rows):
         expected = experiment.model(_tiles(experiment, number)).softmax(1)[0].tolist()
         assert [float(row["p_plain"]), float(row["p_swapped"])] == pytest.approx(expected, rel=1e-5)
-    assert len(_rows(run / "steps.csv")) == 4 and "model.encoder" in (run / "report.html").read_text()
+    assert len(read_rows(run / "steps.csv")) == 4 and "model.encoder" in (run / "report.html").read_text()
     plan = json.loads((run / "plan.json").read_text())
     assert plan["input_shapes"] == [[12, 3, 16, 16]] and plan["input_placements"] == ["source"]
 
@@ -192,7 +186,7 @@ def test_maps_have_the_contribution_attention_and_gradient_of_each_tile(
     assert raster.shape == (3, 4, 5) and np.isfinite(raster).all()
     told = json.loads((tmp_path / "all" / "s4" / "prediction.json").read_text())
     assert told["names"] == ["plain", "swapped", "weight"] and told["scale_px"] == [16, 16] and told["origin_px"] == [0, 0]
-    assert len(_rows(tmp_path / "all" / "predictions.csv")) == 1
+    assert len(read_rows(tmp_path / "all" / "predictions.csv")) == 1
 
 
 def test_plans_and_refusals_name_tiles(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import resource
@@ -26,15 +25,10 @@ from sft.wsi.run.folder import RunFolder
 from sft.wsi.train.checkpoint import CheckpointFolder
 from tests.helpers.fork_server import run_module
 from tests.helpers.slides import SLIDE
-from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
+from tests.helpers.wsi import damage_tile, read_rows, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
 from tests.helpers.wsi import run_wsi as main
 
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def _said(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -63,21 +57,21 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     run = trained / "run"
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["train"]["lr"] == 0.01 and config["model"]["norm"] == "auto"
-    assert [row["epoch"] for row in _rows(run / "metrics.csv")] == ["1", "2", "3"]
-    assert {"train_loss", "val_loss", "val_auc"} <= set(_rows(run / "metrics.csv")[0])
-    assert len(_rows(run / "steps.csv")) == 9 and len(_rows(run / "splits.csv")) == 10
+    assert [row["epoch"] for row in read_rows(run / "metrics.csv")] == ["1", "2", "3"]
+    assert {"train_loss", "val_loss", "val_auc"} <= set(read_rows(run / "metrics.csv")[0])
+    assert len(read_rows(run / "steps.csv")) == 9 and len(read_rows(run / "splits.csv")) == 10
     assert "budget" in (run / "plan.txt").read_text() and json.loads((run / "plan.json").read_text())
     for name in ("curves.png", "val/roc.png", "val/confusion.png"):
         with Image.open(run / name) as picture:
             assert min(picture.size) > 200, name
     summary = (run / "summary.md").read_text()
     assert "| auc |" in summary and "(val/roc.png)" in summary and "## Left out" not in summary.split("## test")[0]
-    assert [row["slide"] for row in _rows(run / "failed.csv")] == ["s5", "s9"]
-    predictions = _rows(run / "val" / "predictions.csv")
+    assert [row["slide"] for row in read_rows(run / "failed.csv")] == ["s5", "s9"]
+    predictions = read_rows(run / "val" / "predictions.csv")
     assert [row["slide"] for row in predictions] == ["s6", "s7"] and predictions[0]["target"] == "plain"
     assert all(abs(float(row["p_plain"]) + float(row["p_swapped"]) - 1) < 1e-6 for row in predictions)
-    assert not any("s5" in row["slides"].split() for row in _rows(run / "steps.csv"))
-    losses = [float(row["train_loss"]) for row in _rows(run / "metrics.csv")]
+    assert not any("s5" in row["slides"].split() for row in read_rows(run / "steps.csv"))
+    losses = [float(row["train_loss"]) for row in read_rows(run / "metrics.csv")]
     assert losses[-1] < losses[0]
 
 
@@ -100,13 +94,13 @@ def test_starting_a_finished_run_again_changes_nothing(trained: Path, tmp_path: 
 def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(trained / "run"), "--bootstrap", "0", "--json", "--out", str(tmp_path / "val")]) == 0
     told, _ = _said(capsys)
-    assert _rows(tmp_path / "val" / "predictions.csv") == _rows(trained / "run" / "val" / "predictions.csv")
+    assert read_rows(tmp_path / "val" / "predictions.csv") == read_rows(trained / "run" / "val" / "predictions.csv")
     assert told["metrics"]["slides"]["loss"]["value"] > 0
     table = write_table(trained / "new.csv", [{"slide": "s0"}, {"slide": "s1"}])
     assert main(["evaluate", str(trained / "run"), "--csv", str(table), "--json", "--out", str(tmp_path / "new")]) == 0
     told, _ = _said(capsys)
     assert told["metrics"] == {"slides": {}, "patients": {}}
-    assert [row["slide"] for row in _rows(tmp_path / "new" / "predictions.csv")] == ["s0", "s1"]
+    assert [row["slide"] for row in read_rows(tmp_path / "new" / "predictions.csv")] == ["s0", "s1"]
     assert main(["evaluate", str(trained / "run"), "--split", "test", "--bootstrap", "0"]) == 3
     # What the last weights say does not take the place of what the best said, nor anything that of the run's own files.
     best = (trained / "run" / "val" / "predictions.csv").read_bytes()
@@ -136,16 +130,16 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
     told, _ = _said(capsys)  # the same maps as files of all classes
     (written,) = (each for each in told["maps"] if each["slide"] == "s6")
     assert np.allclose(np.load(written["files"][0])[1], evidence, atol=1e-5 * np.abs(evidence).max())
-    assert {row["slide"] for row in _rows(tmp_path / "maps" / "predictions.csv")} == {each["slide"] for each in told["maps"]}
+    assert {row["slide"] for row in read_rows(tmp_path / "maps" / "predictions.csv")} == {each["slide"] for each in told["maps"]}
     assert main(["predict", str(trained / "run"), "--kind", "classes"]) == 1
     assert "whose maps are its evidence" in capsys.readouterr().err
-    row = _rows(trained / "run" / "val" / "predictions.csv")[0]
+    row = read_rows(trained / "run" / "val" / "predictions.csv")[0]
     logits = [float(np.log(float(row[name]))) for name in ("p_plain", "p_swapped")]
     assert main(["heatmap", str(trained / "run"), *options, "--classes", "plain", "swapped"]) == 0
     told, _ = _said(capsys)
     plain, swapped = (item["score"] for item in told["heatmaps"])
     assert swapped - plain == pytest.approx(logits[1] - logits[0], rel=1e-4)
-    crops = _rows(tmp_path / "s6" / "crops-swapped.csv")
+    crops = read_rows(tmp_path / "s6" / "crops-swapped.csv")
     assert float(crops[0]["contribution"]) >= float(crops[1]["contribution"])
     with Image.open(tmp_path / "s6" / "crop-swapped-01.png") as crop:
         assert crop.size == (32, 32)
@@ -170,7 +164,7 @@ def test_a_real_slide_from_the_table_to_the_heatmap(tmp_path: Path, capsys: pyte
     assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
     told, _ = _said(capsys)
     assert told["steps"] == 2 and not told["failed"]
-    validated = _rows(tmp_path / "run" / "val" / "predictions.csv")
+    validated = read_rows(tmp_path / "run" / "val" / "predictions.csv")
     assert len(validated) == 2 and {row["target"] for row in validated} == {"a", "b"}
     assert main(["heatmap", str(tmp_path / "run"), "--names", validated[0]["slide"], "--saliency", "--crops", "0", "--json"]) == 0
     told, _ = _said(capsys)
@@ -236,7 +230,7 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
     names = {"regression": "r2", "cox": "c_index", "hazard": "c_index", "segmentation": "dice"}
     value = told["metrics"]["val"]["slides"][names[kind]]["value"]
     assert value is not None and np.isfinite(value)
-    predictions = _rows(tmp_path / "run" / "val" / "predictions.csv")
+    predictions = read_rows(tmp_path / "run" / "val" / "predictions.csv")
     assert len(predictions) == 4
     if kind == "segmentation":
         dark = sum(float(row["dark_true_px"]) for row in predictions)
@@ -259,7 +253,7 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
         expected, (image, classes, outlines, areas) = np.load(mask), map(Path, each["files"])
         assert image.name == "classes.ome.tif" and np.array_equal(np.load(classes), expected)
         assert np.array_equal(read_geojson(outlines).region(0, 0, *expected.shape[::-1]), expected == 1)
-        assert float(_rows(areas)[0]["area_px"]) == (expected == 1).sum()
+        assert float(read_rows(areas)[0]["area_px"]) == (expected == 1).sum()
     changed = [path.stat().st_mtime_ns for path in (folder / "run" / "predictions").rglob("*.npy")]
     assert main([*command[:4], slides[2], *command[4:]]) == 0
     told, _ = _said(capsys)
@@ -280,7 +274,7 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
     assert main(["predict", run, "missing.tif"]) == 1 and "no such slides: missing.tif" in capsys.readouterr().err
     assert main(["evaluate", run, "--maps", "npy", "--bootstrap", "0", "--json"]) == 0
     told, _ = _said(capsys)
-    confusion = _rows(folder / "run" / "val" / "pixel_confusion.csv")
+    confusion = read_rows(folder / "run" / "val" / "pixel_confusion.csv")
     metrics = told["metrics"]["slides"]
     assert float(confusion[1]["iou"]) == pytest.approx(metrics["iou_dark"]["value"])
     assert np.array_equal(np.load(folder / "run" / "val" / "maps" / "t4" / "classes.npy"), np.load(masks[0]))
@@ -465,7 +459,7 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", data=data, train={"on_error": "fill", "epochs": 1})
     assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
     told, _ = _said(capsys)
-    rows = _rows(tmp_path / "run" / "damaged.csv")
+    rows = read_rows(tmp_path / "run" / "damaged.csv")
     assert told["filled_tiles"] == len(rows) and not told["failed"] and {row["slide"] for row in rows} == {"s1", "s4"}
     assert {(row["left_px"], row["top_px"]) for row in rows if row["slide"] == "s4" and row["level"] == "0"} == {("0", "0")}
     assert "could not be decoded" in (tmp_path / "run" / "summary.md").read_text()
@@ -473,7 +467,7 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
     assert folder.add_damage({}) == len(rows)
     more = {"s0": (BadTile(level=0, x=128, y=0, width_px=128, height_px=128, reason="said\nso"),)}
     assert folder.add_damage(more) == folder.add_damage(more) == len(rows) + 1
-    assert _rows(tmp_path / "run" / "damaged.csv")[0] == {
+    assert read_rows(tmp_path / "run" / "damaged.csv")[0] == {
         "slide": "s0", "level": "0", "left_px": "128", "top_px": "0", "width_px": "128", "height_px": "128", "reason": "said so"
     }  # fmt: skip
 
@@ -502,7 +496,7 @@ def test_damaged_files_of_a_run_are_named(trained: Path, tmp_path: Path, capsys:
     with RunFolder(run) as folder:
         (run / "steps.csv").write_bytes((run / "steps.csv").read_bytes() + b"\xff\xfe,\n")
         folder.start_steps(1)
-    assert [row["step"] for row in _rows(run / "steps.csv")] == ["1"]
+    assert [row["step"] for row in read_rows(run / "steps.csv")] == ["1"]
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Plans with the batch as streamed axis: runs of operators that are independent along samples, for some samples at a time.
 
-A run of untiled operators (a vision transformer on a bag of tiles) needs memory for every sample that it takes at once. It is walked in
+A run of untiled operators (a vision transformer on a bag of tiles) needs memory for every sample that it takes at once. It runs in
 chunks of samples, forward and once more backward, at one recomputation of its FLOPs. Operators that exchange samples, such as the pooling
 of the bag, run untiled between the runs. Runs of images alone are left to strips, which take few samples at a time as well.
 """

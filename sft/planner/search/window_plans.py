@@ -1,7 +1,7 @@
 """Plans that take some rows of windows, or some tokens, at a time: runs of untiled operators on the windows or tokens of one image.
 
 Streamed operators run in strips, as in every tiled plan. Of the untiled operators of a phase, those that compute every row of windows
-(every token) on its own (:mod:`sft.analysis.tiling.window_runs`) are walked in chunks of rows, or of windows of a row, forward and once
+(every token) on its own (:mod:`sft.analysis.tiling.window_runs`) run in chunks of rows, or of windows of a row, forward and once
 more backward. Operators that exchange rows of windows run untiled between them. Streamed operators without products right before a run
 (a norm, a cyclic shift, the partition) run again before its backward pass, so that their results are not kept.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import sft
+from tests.helpers.backend_networks import relative_l2
 from tests.helpers.models import chain, seeded
 
 _MOST = 1.1
@@ -115,11 +116,6 @@ def _step(module: nn.Module, x: Tensor, gradient: Tensor, autocast: torch.dtype 
     return {"output": [y.detach()], "input": [x.grad], "parameters": [p.grad for p in module.parameters() if p.grad is not None]}
 
 
-def _error(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    a, b = (torch.cat([value.double().flatten() for value in values]) for values in (ours, reference))
-    return float((a - b).norm() / b.norm())
-
-
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # eager PyTorch's RMSNorm under autocast
 @pytest.mark.parametrize(
     ("make", "shape", "precision"),
@@ -149,7 +145,7 @@ def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, .
         exact = _step(reference.train(), x.double(), gradient, None)
         for module, found in zip((eager, net), errors, strict=True):
             for key, values in _step(module, x.to(weights), gradient, autocast).items():
-                found.setdefault(key, []).append(_error(values, exact[key]))
+                found.setdefault(key, []).append(relative_l2(values, exact[key]))
     medians = [{key: statistics.median(values) for key, values in found.items()} for found in errors]
     ratios = {key: ours / medians[0][key] for key, ours in medians[1].items()}
     assert any(segment.num_steps > 1 for segment in net.plan.segments)
@@ -167,4 +163,4 @@ def test_norms_in_evaluation_whose_statistics_are_half(dtype: torch.dtype, is_fr
     ours, eager = (_step(module, x, gradient, None) for module in (net, model))
     assert len(ours["parameters"]) == (4 if is_frozen else 6)
     for key, values in eager.items():
-        assert _error(ours[key], values) < 0.02, key
+        assert relative_l2(ours[key], values) < 0.02, key

@@ -23,6 +23,8 @@ from tests.helpers.tile_buffers import (
     empty_buffer,
     fill_buffer,
     launch_on_gpu,
+    normal_numbers,
+    pixels_of,
     tile_geometry,
     weight_slots,
 )
@@ -89,11 +91,7 @@ class _Problem:
 
 
 def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
-    random = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
-
+    draw = normal_numbers(1, dtype)
     num_in, num_out = (count * layer.groups for count in layer.channels)
     size = tuple(window.outputs(extent) for window, extent in zip(layer.windows, layer.extents, strict=True))
     kernel = tuple(window.kernel for window in layer.windows)
@@ -130,10 +128,6 @@ def _parts(extent: int, *, one: bool) -> list[range]:
 def _tiles(extents: tuple[int, ...], *, one: bool) -> list[tuple[range, range]]:
     rows, columns = _parts(extents[0], one=one), _parts(extents[1], one=one)
     return [(r, c) for r, c in itertools.product(rows, columns if one else [range(columns[1].start), range(columns[1].start, extents[1])])]
-
-
-def _cut(image: Tensor, tile: tuple[range, range]) -> Tensor:
-    return image[:, :, tile[0].start : tile[0].stop, tile[1].start : tile[1].stop]
 
 
 def _last(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,11 +220,11 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
             continue
         (result,) = results
         assert_nothing_else_written(result, context)
-        assert_close(result, _cut(problem.truth[key], tile), _cut(problem.scale[key], tile), terms[key], context)
+        assert_close(result, pixels_of(problem.truth[key], tile), pixels_of(problem.scale[key], tile), terms[key], context)
         if dtype == torch.float32 and one:
             wholes[key] = result
         elif dtype == torch.float32:
-            assert torch.equal(result, _cut(wholes[key], tile)), ("tiles have other bits than the whole", context)
+            assert torch.equal(result, pixels_of(wholes[key], tile)), ("tiles have other bits than the whole", context)
     for dtype, key, problem, _, one in checks:
         if key == "dw" and (shares := sums.pop((dtype, one), None)):
             sort = (str(dtype), "tiles" if not one else "whole")

@@ -19,6 +19,8 @@ from tests.helpers.tile_buffers import (
     empty_buffer,
     fill_buffer,
     launch_on_gpu,
+    normal_numbers,
+    pixels_of,
     tile_geometry,
     weight_slots,
 )
@@ -47,11 +49,7 @@ class _Problem:
 
 
 def _problem(dtype: torch.dtype) -> _Problem:
-    random = torch.Generator().manual_seed(4)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
-
+    draw = normal_numbers(4, dtype)
     parts = {"x": draw(2, 5, *_EXTENTS), "weight": draw(6, 5, 3, 3), "scale": draw(6), "bias": draw(6), "dy": draw(2, 6, *_SIZE)}
 
     def linear(sign: Any, dense: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -80,11 +78,6 @@ def _problem(dtype: torch.dtype) -> _Problem:
 
 def _last(image: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return image.to(dtype).contiguous(memory_format=torch.channels_last)
-
-
-def _cut(image: Tensor, tile: tuple[range, range], by: int = 1) -> Tensor:
-    rows, columns = (slice(part.start // by, part.stop // by) for part in tile)
-    return image[:, :, rows, columns]
 
 
 def _whole() -> Geometry:
@@ -154,10 +147,10 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     numbers = taps // _EXTENTS[1] % 2 * 2 + taps % _EXTENTS[1] % 2
     for tile in _TILES if dtype == torch.float32 else _TILES[:1]:
         maxima, packed = next(results)
-        assert torch.equal(maxima.nan_to_num(-1.0), _cut(expected, tile, 2).nan_to_num(-1.0)), (dtype, tile)
+        assert torch.equal(maxima.nan_to_num(-1.0), pixels_of(expected, tile, 2).nan_to_num(-1.0)), (dtype, tile)
         for channel in range(6):
             ours = packed[:, channel // 4] >> channel % 4 * 2 & 3
-            assert torch.equal(ours.long(), _cut(numbers, tile, 2)[:, channel]), (dtype, tile, channel)
+            assert torch.equal(ours.long(), pixels_of(numbers, tile, 2)[:, channel]), (dtype, tile, channel)
         assert not bool((packed[:, 1] >> 4).any()), "channels that are not there"
     (dx,) = next(results)
     assert_nothing_else_written(dx, dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sft.kernels.common import BlockSizes
 from sft.kernels.geometry import KernelWindow, Span, TileAxis, VolumeGeometry
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, launch_on_gpu, weight_slots
+from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, launch_on_gpu, normal_numbers, weight_slots
 from tests.helpers.triton_gates import Gate, check_gates, in_fp32, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
 
@@ -64,11 +64,7 @@ class _Problem:
 
 
 def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
-    random = torch.Generator().manual_seed(7)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
-
+    draw = normal_numbers(7, dtype)
     num_in, num_out = layer.channels
     parts = {
         "x": draw(layer.num_samples, num_in, *layer.extents),

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from sft.kernels.common import BlockSizes
 from sft.kernels.geometry import Geometry, KernelWindow
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
+from tests.helpers.tile_buffers import (
+    assert_close,
+    assert_nothing_else_written,
+    empty_buffer,
+    fill_buffer,
+    normal_numbers,
+    pixels_of,
+    tile_geometry,
+)
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
 
@@ -43,11 +51,7 @@ class _Problem:
 
 
 def _problem(dtype: torch.dtype) -> _Problem:
-    random = torch.Generator().manual_seed(8)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
-
+    draw = normal_numbers(8, dtype)
     num_in, num_out = _CHANNELS
     return _Problem(
         x=draw(2, num_in, *_EXTENTS),
@@ -57,11 +61,6 @@ def _problem(dtype: torch.dtype) -> _Problem:
         residual=draw(2, num_out, *_EXTENTS),
         dy=draw(2, num_out, *_EXTENTS),
     )
-
-
-def _cut(image: Tensor, tile: tuple[range, range], share: int = 1) -> Tensor:
-    rows, columns = tile
-    return image[:, :, rows.start // share : rows.stop // share, columns.start // share : columns.stop // share]
 
 
 def _last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +101,7 @@ def test_interpreted_forward(dtype: torch.dtype, tmp_path: Path) -> None:
     (expected,), *results = interpret(jobs, tmp_path)
     for tile, (y,) in zip(tiles, results, strict=True):
         assert_nothing_else_written(y, (dtype, tile))
-        assert torch.equal(y, _cut(expected, tile)), (dtype, tile)
+        assert torch.equal(y, pixels_of(expected, tile)), (dtype, tile)
 
     def linear(sign: Callable[[Tensor], Tensor]) -> Tensor:
         scaled = F.conv2d(sign(problem.x), sign(problem.weight), padding=1) * sign(problem.scale)[:, None, None]
@@ -157,7 +156,7 @@ def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
         assert_close(dx, truth, scale, 9 * _CHANNELS[1], (dtype, number))
     for place, tile in enumerate(tiles):
         for number in range(2):
-            assert torch.equal(results[2 * place + number][0], _cut(results[number][0], tile)), (dtype, tile, number)
+            assert torch.equal(results[2 * place + number][0], pixels_of(results[number][0], tile)), (dtype, tile, number)
 
 
 @needs_triton

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, launch_on_gpu
+from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, launch_on_gpu, normal_numbers
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
 from tests.kernels.oracles.norm import (
@@ -64,11 +64,7 @@ _IDS = [norm.name for norm in _NORMS]
 
 def _problem(norm: _Norm, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor]:
     """Operands with values of ``dtype``, in fp64, and the output's gradient."""
-    random = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
-
+    draw = normal_numbers(3, dtype)
     parts = {"x": (draw(*norm.shape) + norm.mean).to(dtype).double()}
     if norm.affine:
         parts |= {"weight": draw(norm.shape[1]), "bias": draw(norm.shape[1])}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sft.kernels.geometry import Geometry, KernelWindow
 from sft.kernels.pool.taps import is_packed, tap_channels
-from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
+from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, fill_buffer, pixels_of, tile_geometry
 from tests.helpers.triton_process import interpret, needs_triton
 from tests.kernels.oracles.pool import pack_taps, reference_average_pool, reference_average_pool_gradient, reference_max_pool
 
@@ -71,10 +71,6 @@ def _problem(pool: _Pool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
 def _tiles(size: tuple[int, ...]) -> list[tuple[range, range]]:
     rows, columns = ([range(n // 3), range(n // 3, n // 3 + 2), range(n // 3 + 2, n)] for n in size[-2:])
     return list(itertools.product(rows, (range(columns[1].start), range(columns[1].start, size[-1]))))
-
-
-def _cut(image: Tensor, tile: tuple[range, range]) -> Tensor:
-    return image[:, :, tile[0].start : tile[0].stop, tile[1].start : tile[1].stop]
 
 
 def _last(image: Tensor) -> Tensor:
@@ -136,10 +132,10 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             arguments["out"] = empty_buffer(2, _NUM_CHANNELS, geometry.output_size, dtype)
             if taps is None:
                 assert pool.average is not None
-                add("launch_average_pool", arguments | pool.average, ["out"], [_cut(y, tile)], pool.name)
+                add("launch_average_pool", arguments | pool.average, ["out"], [pixels_of(y, tile)], pool.name)
             else:
                 arguments["taps"] = empty_buffer(2, tap_channels(_NUM_CHANNELS, geometry), geometry.output_size, torch.uint8)
-                add("launch_max_pool", arguments, ["out", "taps"], [_cut(y, tile), _cut(taps, tile)], pool.name)
+                add("launch_max_pool", arguments, ["out", "taps"], [pixels_of(y, tile), pixels_of(taps, tile)], pool.name)
         for tile in inputs:
             geometry = _geometry(pool, tile, adjoint=True)
             spans = (geometry.height.output, geometry.width.output)
@@ -147,10 +143,10 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             arguments["out"] = empty_buffer(2, _NUM_CHANNELS, geometry.input_size, dtype)
             if taps is None:
                 assert pool.average is not None
-                add("launch_average_pool_gradient", arguments | pool.average, ["out"], [_cut(dx, tile)], pool.name)
+                add("launch_average_pool_gradient", arguments | pool.average, ["out"], [pixels_of(dx, tile)], pool.name)
             else:
                 arguments["taps"] = fill_buffer(taps, spans, torch.uint8)
-                add("launch_max_pool_gradient", arguments, ["out"], [_cut(dx, tile)], pool.name)
+                add("launch_max_pool_gradient", arguments, ["out"], [pixels_of(dx, tile)], pool.name)
     for (truth, name), results, job in zip(expected, interpret(jobs, tmp_path), jobs, strict=True):
         context = (name, job["function"], job["arguments"]["geometry"])
         for ours, theirs in zip(results, truth, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sft.backends.resize import band_rows
 from sft.kernels.geometry import Span
 from sft.kernels.resize.band_table import BandTable
 from sft.lower.rules.resampled_range import ResampledRange
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, launch_on_gpu
+from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, launch_on_gpu, pixels_of
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
 from tests.kernels.oracles.resize import reference_resize
@@ -113,10 +114,6 @@ def _whole_tables(resize: _Resize, *, adjoint: bool, device: str = "cpu") -> lis
     return tables
 
 
-def _cut(image: Tensor, tile: tuple[range, range]) -> Tensor:
-    return image[:, :, tile[0].start : tile[0].stop, tile[1].start : tile[1].stop]
-
-
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_nearest_rows_are_those_of_aten_in_single_precision(mode: str) -> None:
     sizes = [(3, 7), (10, 3), (49, 50), (1000, 333), (3000, 4096), (4095, 12285), (20000, 20001)]
@@ -154,7 +151,8 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
                     call = {"run": "launch", "module": "sft.kernels.resize.resize_triton", "function": "launch_resize", "results": ["out"]}
                     jobs.append(call | {"arguments": arguments})
                     truth, most = scales["dx" if adjoint else "y"], height.weights.shape[1] * width.weights.shape[1]
-                    checks.append(((resize.name, dtype, adjoint, tile), _cut(reference, tile), _cut(truth, tile), _cut(scale, tile), most))
+                    crop = partial(pixels_of, tile=tile)
+                    checks.append(((resize.name, dtype, adjoint, tile), crop(reference), crop(truth), crop(scale), most))
     for (context, reference, truth, scale, most), (result,) in zip(checks, interpret(jobs, tmp_path), strict=True):
         assert_nothing_else_written(result, context)
         if result.dtype == torch.float32:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import os
 import signal
@@ -30,7 +29,7 @@ from sft.wsi.train.distributed import rendezvous_ranks
 from sft.wsi.train.optim import philox_generator
 from tests.helpers.crash_injection import Death, _arrange
 from tests.helpers.ranks import RankFailedError, Ranks, ranks_of
-from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table
+from tests.helpers.wsi import damage_tile, read_rows, real_pixels, tissue_places, write_config, write_slide, write_table
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
 
@@ -118,11 +117,6 @@ def shared(pair: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run"
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def _weights(run: Path, kind: str = "last") -> dict[str, torch.Tensor]:
     checkpoint = CheckpointFolder(run / "checkpoints").load(kind)
     assert checkpoint is not None
@@ -138,13 +132,13 @@ def _assert_close(run: Path, reference: Path) -> None:
             error = (ours[name].double() - weight.double()).abs().max() / weight.double().abs().max().clamp_min(1e-3)
             assert error <= _TOLERANCE, f"{kind} {name}: {error}"
     for name, columns in (("steps.csv", ("loss", "lr", "grad_norm")), ("metrics.csv", ("train_loss", "val_loss"))):
-        mine, expected = _rows(run / name), _rows(reference / name)
+        mine, expected = read_rows(run / name), read_rows(reference / name)
         assert [row.get("slides") for row in mine] == [row.get("slides") for row in expected] and expected, name
         for one, other in zip(mine, expected, strict=True):
             assert [float(one[c]) for c in columns] == pytest.approx([float(other[c]) for c in columns], rel=1e-10), name
-    predicted = [[row["slide"] for row in _rows(folder / "val" / "predictions.csv")] for folder in (run, reference)]
+    predicted = [[row["slide"] for row in read_rows(folder / "val" / "predictions.csv")] for folder in (run, reference)]
     assert predicted[0] == predicted[1]
-    assert [row["slide"] for row in _rows(run / "failed.csv")] == [row["slide"] for row in _rows(reference / "failed.csv")]
+    assert [row["slide"] for row in read_rows(run / "failed.csv")] == [row["slide"] for row in read_rows(reference / "failed.csv")]
 
 
 def _assert_same_bits(run: Path, other: Path) -> None:
@@ -157,7 +151,7 @@ def _assert_same_bits(run: Path, other: Path) -> None:
 
 def test_replicas_take_the_steps_of_one_process(shared: Path, reference: Path) -> None:
     _assert_close(shared, reference)
-    steps = _rows(shared / "steps.csv")
+    steps = read_rows(shared / "steps.csv")
     assert sorted(len(row["slides"].split()) for row in steps[:3]) == [1, 2, 2]
 
 
@@ -245,9 +239,9 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
     settings: dict[str, Any] = {"model": {"norm": "train"}, "train": train}
     code, said = pair.run(_command, _config(tmp_path, slides, "two", "sound.csv", **settings))[0]
     assert code == 0, said
-    (step,) = _rows(tmp_path / "two" / "steps.csv")
+    (step,) = read_rows(tmp_path / "two" / "steps.csv")
     first = step["slides"].split()[::2]
-    rows = [row for row in _rows(slides / "sound.csv") if row["split"] == "val" or row["slide"].removesuffix(".tif") in first]
+    rows = [row for row in read_rows(slides / "sound.csv") if row["split"] == "val" or row["slide"].removesuffix(".tif") in first]
     settings["data"] = {"slides": str(slides)}
     # In the order that the first replica had them; the one process draws its order among three slides.
     order = philox_generator(0, "order", 0).permutation(3).tolist()
@@ -256,7 +250,7 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
     write_table(tmp_path / "few.csv", [*training, *(row for row in rows if row["split"] == "val")])
     code, said = alone.run(_command, _config(tmp_path, tmp_path, "one", "few.csv", **settings))[0]
     assert code == 0, said
-    assert _rows(tmp_path / "one" / "steps.csv")[0]["slides"].split() == first
+    assert read_rows(tmp_path / "one" / "steps.csv")[0]["slides"].split() == first
     ours, theirs = _weights(tmp_path / "two"), _weights(tmp_path / "one")
     statistics = [name for name in theirs if "running" in name or "num_batches" in name]
     assert len(statistics) == 6
@@ -307,7 +301,7 @@ def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: 
         arguments = ["evaluate", str(shared), "--bootstrap", "0", "--bands", str(bands), "--out", str(tmp_path / str(bands)), "--json"]
         (code, said), (other, silence) = pair.run(_command, arguments)
         assert code == other == 0 and '"metrics"' in said and silence == ""
-        mine, expected = _rows(tmp_path / str(bands) / "predictions.csv"), _rows(shared / "val" / "predictions.csv")
+        mine, expected = read_rows(tmp_path / str(bands) / "predictions.csv"), read_rows(shared / "val" / "predictions.csv")
         assert [row["slide"] for row in mine] == [row["slide"] for row in expected] and len(mine) == 3
         for one, two in zip(mine, expected, strict=True):
             assert float(one["p_plain"]) == pytest.approx(float(two["p_plain"]), rel=1e-12)
@@ -375,7 +369,7 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
     assert run.returncode == 0, said
     assert "error: rank 1 does not answer" in said and "resuming from step" in said, said
     assert "Traceback (most recent call last)" not in said, said
-    assert len(_rows(tmp_path / "run" / "steps.csv")) == 6 and len(_rows(tmp_path / "run" / "metrics.csv")) == 2
+    assert len(read_rows(tmp_path / "run" / "steps.csv")) == 6 and len(read_rows(tmp_path / "run" / "metrics.csv")) == 2
     assert (tmp_path / "run" / "summary.md").exists()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sft.analysis.tiling.footprint import footprint_formulas, run_footprint, run_formulas
+from sft.analysis.tiling.footprint import Footprint, footprint_formulas, run_footprint, run_formulas
 from sft.backends.kernel_call import kernel_operators
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan
@@ -76,6 +76,7 @@ def _schedule_text(region: Region) -> tuple[str, ...]:
 
 
 def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
+    """The description of a segment in the user's plan."""
     choice, segment, makes = projected.choices[index], projected.region.segments[index], projected.region.writes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment, SampleSegment))
     num_forwards = num_forwards_of(projected.region.schedule, index)
@@ -83,18 +84,12 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     differentiated = any(name in problem.sized.requires_grad for name in choice.nodes)
     if isinstance(segment, TiledSegment):
-        run = problem.sized.phases.run(choice.nodes)
-        footprint = run_footprint(run, problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile)
-        spare_bytes = (
-            budget_bytes - problem.resources.resident_bytes - projected.projection.peak_bytes - projected.projection.overhead_bytes
+        footprint = run_footprint(
+            problem.sized.phases.run(choice.nodes), problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile
         )
-        max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.sized.stride(choice.nodes))
-        rows = "-" if max_rows is None else f"{min(max_rows, problem.sized.run_height(choice.nodes))} rows"
-        size_formulas = problem.memoize_across_sizes(("formulas", choice.nodes), lambda: run_formulas(run))
-        formulas = (
-            *((*size_formulas, *footprint_formulas(footprint)) if size_formulas else ()),
-            ("tallest strip for this budget, by the footprint", rows),
-        )
+        projection = projected.projection
+        spare_bytes = budget_bytes - problem.resources.resident_bytes - projection.peak_bytes - projection.overhead_bytes
+        formulas = _formulas(problem, choice, footprint, spare_bytes)
         num_steps = segment.schedule.num_steps
         num_panels = len(segment.panels)
         panel_cols = choice.panel_cols if num_panels > 1 else problem.sized.run_width(choice.nodes)
@@ -128,6 +123,16 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         streamed=choice.streamed,
         chunk_unit=_chunk_unit(problem, choice),
     )
+
+
+def _formulas(problem: PlanningProblem, choice: SegmentChoice, footprint: Footprint, spare_bytes: int) -> tuple[tuple[str, str], ...]:
+    """Printed formulas of a tiled segment, and its tallest strip if ``spare_bytes`` more are used."""
+    sized = problem.sized
+    by_size = problem.memoize_across_sizes(("formulas", choice.nodes), lambda: run_formulas(sized.phases.run(choice.nodes)))
+    max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, sized.stride(choice.nodes))
+    rows_text = "-" if max_rows is None else f"{min(max_rows, sized.run_height(choice.nodes))} rows"
+    formulas = (*by_size, *footprint_formulas(footprint)) if by_size else ()
+    return (*formulas, ("tallest strip for this budget, by the footprint", rows_text))
 
 
 def _chunk_unit(problem: PlanningProblem, choice: SegmentChoice) -> str:

@@ -72,6 +72,41 @@ class BlockTrace:
         return self.calls.gradients[len(self.buffers) :]
 
 
+@dataclass(frozen=True, slots=True)
+class _JointFunction:
+    """Forward and backward of a block as one function of its input, parameters, buffers and the gradient of its output.
+
+    The results are the output, the buffers' next values, and the gradients of the input and of the parameters.
+    """
+
+    block: nn.Module
+    x: TensorMeta
+    params: Mapping[str, TensorMeta]
+    buffers: Mapping[str, TensorMeta]
+    device: torch.device
+    autocast: torch.dtype | None
+
+    def __call__(self, image: Tensor, *tensors: Tensor) -> list[Tensor | None]:
+        leaf = image.detach().requires_grad_()
+        leaves = {name: w.detach().requires_grad_(self.params[name].requires_grad) for name, w in zip(self.params, tensors, strict=False)}
+        clones = {name: state.clone() for name, state in zip(self.buffers, tensors[len(self.params) : -1], strict=True)}
+        with torch.enable_grad(), _autocast_context(self.device, self.autocast):
+            out = functional_call(self.block, {**leaves, **clones}, (leaf,))
+        _check_output(out, self.x, self.device)
+        differentiated = [leaf, *(tensor for tensor in leaves.values() if tensor.requires_grad)]
+        grads: Sequence[Tensor | None] = [None] * len(differentiated)
+        if out.requires_grad:
+            grads = torch.autograd.grad(out, differentiated, tensors[-1], allow_unused=True)
+        image_grad, *weight_grads = grads
+        of_weights = iter(weight_grads)
+        return [
+            out.detach().contiguous(),
+            *clones.values(),
+            torch.zeros_like(tensors[-1]) if image_grad is None else image_grad.contiguous(),
+            *(next(of_weights) if tensor.requires_grad else None for tensor in leaves.values()),
+        ]
+
+
 def trace_block(
     block: nn.Module,
     x: TensorMeta,
@@ -103,26 +138,7 @@ def trace_block(
         states = {name: torch.empty(b.shape, dtype=b.dtype, device=device) for name, b in buffers.items()}
     inputs = (image, *weights.values(), *states.values(), gradient)
 
-    def joint(image: Tensor, *tensors: Tensor) -> list[Tensor | None]:
-        leaf = image.detach().requires_grad_()
-        leaves = {name: w.detach().requires_grad_(params[name].requires_grad) for name, w in zip(params, tensors, strict=False)}
-        clones = {name: state.clone() for name, state in zip(buffers, tensors[len(params) : -1], strict=True)}
-        with torch.enable_grad(), _autocast_context(device, autocast):
-            out = functional_call(block, {**leaves, **clones}, (leaf,))
-        _check_output(out, x, device)
-        differentiated = [leaf, *(tensor for tensor in leaves.values() if tensor.requires_grad)]
-        grads: Sequence[Tensor | None] = [None] * len(differentiated)
-        if out.requires_grad:
-            grads = torch.autograd.grad(out, differentiated, tensors[-1], allow_unused=True)
-        image_grad, *weight_grads = grads
-        of_weights = iter(weight_grads)
-        return [
-            out.detach().contiguous(),
-            *clones.values(),
-            torch.zeros_like(tensors[-1]) if image_grad is None else image_grad.contiguous(),
-            *(next(of_weights) if tensor.requires_grad else None for tensor in leaves.values()),
-        ]
-
+    joint = _JointFunction(block, x, params, buffers, device, autocast)
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
         with torch.inference_mode(False), mode, torch.no_grad(), off, apply_patches("onednn"), suppress_output():

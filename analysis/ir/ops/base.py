@@ -17,7 +17,7 @@ from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.common.interval import Interval
 
-__all__ = ["NextValueSpec", "Operator", "Role", "axis_entry", "symbolic_axis_entry"]
+__all__ = ["NextValueSpec", "Operator", "Role", "axis_entry", "symbolic_axis_entry", "untiled_operand_problem"]
 
 #: Flow of rows. ``stream``: rows to rows. ``reduce``: every row is read once, the result is a global value. ``whole``: untiled tensors.
 Role = Literal["stream", "reduce", "whole"]
@@ -93,6 +93,12 @@ class NextValueSpec(Operator):
     name: str = "repeat_next"
     role: Role = "whole"
     is_extra_result: bool = True
+
+
+def untiled_operand_problem(node: Node, streamed: Collection[str]) -> list[str]:
+    """The problem of an operator of which every operand must be an image in strips; empty if all are."""
+    untiled = [name for name in node.operands if name not in streamed]
+    return [f"{node.label}: operand {untiled[0]} is not an image in strips"] if untiled else []
 
 
 def axis_entry(value: Any, axis: int) -> int:

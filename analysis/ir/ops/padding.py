@@ -9,7 +9,7 @@ from fractions import Fraction
 from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node
-from sft.analysis.ir.ops.base import Operator, Role
+from sft.analysis.ir.ops.base import Operator, Role, untiled_operand_problem
 
 __all__ = ["AssignSliceSpec", "BorderRowsSpec", "ChannelPadSpec", "CircularPadSpec", "PadSpec", "SliceSpec"]
 
@@ -149,8 +149,7 @@ class AssignSliceSpec(Operator):
     backward_reads: tuple[bool, bool] = (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        untiled = [name for name in node.operands if name not in streamed]
-        return [f"{node.label}: operand {untiled[0]} is not an image in strips"] if untiled else []
+        return untiled_operand_problem(node, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

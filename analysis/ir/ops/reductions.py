@@ -8,7 +8,7 @@ from math import prod
 
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
-from sft.analysis.ir.ops.base import Operator, Role
+from sft.analysis.ir.ops.base import Operator, Role, untiled_operand_problem
 
 __all__ = [
     "STATISTICS",
@@ -109,8 +109,7 @@ class SpatialContractionSpec(_ReductionSpec):
         return (0, None, *([None] * axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        untiled = [name for name in node.operands if name not in streamed]
-        return [f"{node.label}: operand {untiled[0]} is not an image in strips"] if untiled else []
+        return untiled_operand_problem(node, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,11 @@ __all__ = ["FixedSizeAvgPoolRule", "NearestRule", "ResamplingRule"]
 aten = torch.ops.aten
 
 
+def _function_of(ctx: NodeContext, suffix: str) -> Any:
+    """ATen's function of the operator, or with the suffix ``"_backward"`` its derivative."""
+    return getattr(aten, f"{ctx.node.target.split('.')[1]}{suffix}").default
+
+
 class NearestRule(Rule):
     """Nearest upsampling by integer factors: a strip starts at an input row, so the operator itself runs on it."""
 
@@ -39,17 +44,13 @@ class NearestRule(Rule):
         grown = tuple(extent * factor for extent, factor in zip(axes.of(strip.shape), factors, strict=True))
         assert grown == axes.of(ctx.out_shape), "a strip of an upsampled value begins and ends at input rows and columns"
         ctx.saved["shape"] = strip.shape
-        return ctx.builder.call(self._function(ctx, ""), strip, list(grown), *map(float, factors), shape=ctx.out_shape)
+        return ctx.builder.call(_function_of(ctx, ""), strip, list(grown), *map(float, factors), shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         shape, grown = ctx.saved["shape"], list(ctx.scope.axes.of(ctx.out_shape))
         scales = map(float, ctx.node.argument("factors"))
-        out = ctx.builder.call(self._function(ctx, "_backward"), grad, grown, list(shape), *scales, shape=shape)
+        out = ctx.builder.call(_function_of(ctx, "_backward"), grad, grown, list(shape), *scales, shape=shape)
         ctx.add_grad(ctx.node.argument("input"), out, owned=True)
-
-    @staticmethod
-    def _function(ctx: NodeContext, kind: str) -> Any:
-        return getattr(aten, f"{ctx.node.target.split('.')[1]}{kind}").default
 
 
 class ResamplingRule(Rule):
@@ -68,7 +69,7 @@ class ResamplingRule(Rule):
         if is_linear:
             ctx.saved["inner"] = value.shape
             value = builder.call(
-                self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype
+                _function_of(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype
             )
         return builder.call(aten.clone.default, strip, shape=strip.shape) if value is strip else builder.cast(value, strip.dtype)
 
@@ -84,7 +85,7 @@ class ResamplingRule(Rule):
             inner = ctx.saved["inner"]
             value = builder.cast(value, wide if ctx.saved["spans"] else grad.dtype)
             sizes = (*self._sizes(ctx), list(inner))
-            value = builder.call(self._function(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
+            value = builder.call(_function_of(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
         for span in reversed(ctx.saved["spans"]):
             value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
         return value
@@ -102,10 +103,6 @@ class ResamplingRule(Rule):
         if inner and not ctx.scope.deterministic and all(span.is_full_axis and span.sampling.kind == "linear" for span in inner):
             return [span for span in spans if span.axis == ROWS], True
         return spans, False
-
-    @staticmethod
-    def _function(ctx: NodeContext, kind: str) -> Any:
-        return getattr(aten, f"{ctx.node.target.split('.')[1]}{kind}").default
 
     @staticmethod
     def _sizes(ctx: NodeContext) -> tuple[list[int]]:

@@ -351,9 +351,7 @@ def cosine_similarity_of_norms(x1: Tensor, x2: Tensor, dim: int = 1, eps: float 
     return (unit(x1) * unit(x2)).sum(dim)
 
 
-def covariance_of_products(
-    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
-) -> Tensor:
+def covariance_of_products(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
     """``cov`` without weights as a product of matrices, without a look at the number of observations as a tensor."""
     if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()) or input.dim() > 2:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.operator_run import OperatorRun
-from sft.analysis.tiling.strips import NodeRows, OperandRead, StripStep
+from sft.analysis.tiling.strips import NodeRows, OperandRead, RowsChange, StripStep
 from sft.common.interval import Interval
 
 __all__ = [
@@ -206,3 +206,7 @@ class TileSchedule:
     def carried_rows(self, index: int) -> dict[str, Interval]:
         """Empty: tiles carry no rows."""
         return {}
+
+    def row_changes(self, index: int) -> list[RowsChange]:
+        """Empty: tiles carry no rows."""
+        return []

@@ -40,6 +40,7 @@ __all__ = [
     "NodeRows",
     "OperandRead",
     "RowBand",
+    "RowsChange",
     "StripSchedule",
     "StripStep",
     "build_schedule",
@@ -153,6 +154,8 @@ class StripStep:
 
 
 Rows = npt.NDArray[np.int64]
+#: A value, and the bounds (start, stop) of its carried rows in a state and in the next one.
+RowsChange = tuple[str, tuple[int, int], tuple[int, int]]
 
 _EMPTY = Interval(0, 0)
 
@@ -312,6 +315,14 @@ class StripSchedule:
         names, rows = self._rows_in_memory
         starts, stops = rows[:, index].tolist()
         return {name: Interval(start, stop) for name, start, stop in zip(names, starts, stops, strict=True) if start < stop}
+
+    def row_changes(self, index: int) -> list[RowsChange]:
+        """Values whose carried rows differ in states ``index`` and ``index + 1``."""
+        names, rows = self._rows_in_memory
+        before, after = rows[:, index], rows[:, index + 1]
+        changed = (before != after).any(0).nonzero()[0].tolist()
+        before, after = before.T.tolist(), after.T.tolist()
+        return [(names[number], before[number], after[number]) for number in changed]
 
     @cached_property
     def _rows_in_memory(self) -> tuple[tuple[str, ...], Rows]:

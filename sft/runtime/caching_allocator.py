@@ -165,6 +165,17 @@ class BlockPool:
         self.replay([(0, 0)], {0: block})
 
     @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """All free blocks. Later blocks depend on these alone, as long as the pool does not grow."""
+        return tuple(self._free)
+
+    @free_blocks.setter
+    def free_blocks(self, blocks: tuple[int, ...]) -> None:
+        self._free[:] = blocks
+        self._free_by_start = {entry & _ADDRESS_MASK: entry for entry in blocks}
+        self._free_by_end = {(entry & _ADDRESS_MASK) + (entry >> _ADDRESS_BITS): entry for entry in blocks}
+
+    @property
     def repeats_steps(self) -> bool:
         """True if a step that frees all its blocks reserves as much as any number of such steps.
 

@@ -7,9 +7,10 @@ for it and dropped with the last state that needs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from sft.analysis.tiling.strips import RowsChange
 from sft.common.interval import Interval
 from sft.runtime.machine import Buffer
 from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
@@ -59,6 +60,22 @@ class CarryCache:
             for block in self._intersecting(name, rows):
                 block.num_states -= 1
             self.blocks[name] = [block for block in self.blocks.get(name, ()) if block.num_states > 0]
+
+    def advance(self, changes: Iterable[RowsChange]) -> None:
+        """Retain the blocks of the next state and release those of a state, given the values whose carried rows differ between them."""
+        for name, before, after in changes:
+            if self._recount(name, before, after):
+                self.blocks[name] = [block for block in self.blocks[name] if block.num_states > 0]
+
+    def _recount(self, name: str, before: tuple[int, int], after: tuple[int, int]) -> bool:
+        """Count one state less for blocks of some rows, and one more for those of others; true if no state needs some block."""
+        (old_start, old_stop), (start, stop) = before, after
+        is_unused = False
+        for block in self.blocks.get(name, ()):
+            first, end = block.rows.start, block.rows.stop
+            block.num_states += (first < stop and start < min(end, stop)) - (first < old_stop and old_start < min(end, old_stop))
+            is_unused = is_unused or block.num_states <= 0
+        return is_unused
 
     def slices(self, name: str, rows: Interval) -> list[tuple[int, Interval, Buffer]]:
         """Slices that make up ``rows``: offset in the gathered rows, rows within the block, buffer of the block."""

@@ -89,6 +89,10 @@ class BufferOps(Protocol):
 class ProgramOps(Protocol):
     """Programs, and the residuals that a forward program saves for its backward program."""
 
+    @property
+    def has_data(self) -> bool:
+        """False if buffers are byte counts, so that programs read none of their bindings."""
+
     def start_op(self, op: ScheduleOp) -> None:
         """Mark the begin of a schedule op; the op before it is complete."""
 

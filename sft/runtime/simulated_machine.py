@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from sft.analysis.ir.axes import Axes
 from sft.common.interval import Interval
@@ -128,6 +128,7 @@ class SimulatedMachine:
         num_known_rows: leading rows of outputs on the host that their consumer has already, as of an interrupted prediction.
     """
 
+    has_data: ClassVar[bool] = False
     memory: MemoryCounter = field(default_factory=MemoryCounter)
     on_host: bool = True
     host_arena: HostArena = field(default_factory=HostArena)

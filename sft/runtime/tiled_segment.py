@@ -115,9 +115,10 @@ class TiledSegment(TiledLayout):
                 self._append_unread_rows(machine, cache, start.first, sweep)
             for index in range(start.first, last):
                 self._run_forward(machine, streaming, cache, index, sweep, partial)
-                cache.retain(self.schedule.carried_rows(index + 1))
-                if index not in kept:
-                    cache.release(self.schedule.carried_rows(index))
+                if index in kept:
+                    cache.retain(self.schedule.carried_rows(index + 1))
+                else:
+                    cache.advance(self.schedule.row_changes(index))
         if last not in kept:
             cache.release(self.schedule.carried_rows(last))
         return cache
@@ -171,7 +172,7 @@ class TiledSegment(TiledLayout):
         bindings = self._bind(machine, program, step, sweep, values, cache)
         host_strips: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
-            if self.is_exchanged(port):
+            if port.role == "out" and self.is_exchanged(port):
                 host_strips[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
                 bindings[port] = host_strips[port.name]
             elif port.role == "out":
@@ -209,8 +210,11 @@ class TiledSegment(TiledLayout):
     def _bind(
         self, machine: Machine, program: Program, step: StripStep, sweep: Sweep, values: ValueBindings, cache: CarryCache
     ) -> dict[Port, Buffer]:
-        """Bindings of the ports that forward and backward programs have in common."""
+        """Bindings of the ports that forward and backward programs have in common; without data, of those that take memory along."""
         bindings: dict[Port, Buffer] = {}
+        if not machine.has_data:
+            reads = [port for port in program.ports if port.role == "source" and port.name in values.loaders] if values.loaders else ()
+            return {port: values.loaders[port.name].take(self.reads(step, sweep)[port.name]) for port in reads}
         for port in program.ports:
             if port.role == "source":
                 bindings[port] = self._source_slice(machine, values, port.name, step, sweep)
@@ -282,9 +286,10 @@ class TiledSegment(TiledLayout):
         for action in self.checkpoints.actions(schedule.num_steps):
             if action.kind == "forward":
                 self._run_forward(machine, values, cache, action.strip, sweep, None)
-                cache.retain(schedule.carried_rows(action.strip + 1))
                 if action.drops:
-                    cache.release(schedule.carried_rows(action.strip))
+                    cache.advance(schedule.row_changes(action.strip))
+                else:
+                    cache.retain(schedule.carried_rows(action.strip + 1))
                 continue
             if selection.runs(action.strip):
                 weight = selection.weight(action.strip, step=-1)
@@ -324,7 +329,7 @@ class TiledSegment(TiledLayout):
         sink_grads: dict[str, Buffer] = {}
         separate_grads: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
-            if self.is_exchanged(port):
+            if port.role == "grad_out" and self.is_exchanged(port):
                 bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
                 rows, columns = self.output_region(port.name, step, sweep)
                 machine.read_output_grad(grads.by_name[port.name], bindings[port], sweep.chunk, rows, columns, axes=self.scope.axes)

@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -92,6 +92,7 @@ class TorchMachine:
         staging: page-locked host memory that copies to a CUDA device pass through.
     """
 
+    has_data: ClassVar[bool] = True
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     statistics: PassStatistics = field(default_factory=PassStatistics)

@@ -6,22 +6,28 @@ frees after it, so the peak of the requested bytes is that of the projection, or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from sft.common.interval import Interval
 from sft.lower.program import Instruction, Port, Program
+from sft.planner.measured.event_sequence import AllocationTrace, Event, EventSequence
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
-from sft.runtime.machine import Buffer, Residuals
+from sft.runtime.carry_cache import CarryCache
+from sft.runtime.machine import Buffer, Gradients, Machine, Residuals, ValueBindings
 from sft.runtime.region import Region
 from sft.runtime.simulated_machine import MemoryCounter, SimulatedBuffer, SimulatedMachine
+from sft.runtime.tiled_layout import Sweep
+from sft.runtime.tiled_segment import TiledSegment
 from sft.sources.strip_reader import reader_bytes
 from sft.torch_runtime.profiling import SimulatedResiduals, producer_program
 
-__all__ = ["AllocationTrace", "Workspaces", "record_program", "record_step"]
+__all__ = ["Workspaces", "record_program", "record_step"]
 
 #: Bytes of the workspaces of a program's instructions, by position, given its forward program if it is a backward program.
 Workspaces = Callable[[Program, Program | None], Mapping[int, int]]
@@ -31,35 +37,17 @@ def _no_workspaces(program: Program, first: Program | None) -> Mapping[int, int]
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocationTrace:
-    """Allocations and frees, in order.
-
-    Attributes:
-        events: ``(number, num_bytes)`` for an allocation, ``(number, 0)`` for its free.
-        caller_numbers: allocations of the code that calls the model: inputs, and gradients of outputs.
-        peak_bytes: peak of the live bytes, workspaces included.
-        replays: replays of the step, by settings of the allocator (:class:`sft.planner.measured.step_replay.StepReplay`).
-    """
-
-    events: tuple[tuple[int, int], ...]
-    caller_numbers: frozenset[int]
-    peak_bytes: int
-    replays: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-
 class _TraceRecorder(MemoryCounter):
-    """Counter of bytes that records every allocation and every free."""
+    """Counter that records every allocation and every free, in place of counting bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[int, int]] = []
+        self.events: list[Event] = []
         self.caller_numbers: set[int] = set()
         self.is_caller = False
         self.num_allocations = 0
 
     def allocate(self, num_bytes: int) -> int | None:
-        super().allocate(num_bytes)
         if num_bytes <= 0:
             return None
         self.num_allocations += 1
@@ -69,7 +57,6 @@ class _TraceRecorder(MemoryCounter):
         return self.num_allocations
 
     def free(self, num_bytes: int, address: int | None) -> None:
-        super().free(num_bytes, address)
         if address is not None:
             self.events.append((address, 0))
 
@@ -77,16 +64,23 @@ class _TraceRecorder(MemoryCounter):
         """Record an allocation that is freed at once."""
         self.free(num_bytes, self.allocate(num_bytes))
 
-    def repeat(self, events: Sequence[tuple[int, int]], num_allocations: int) -> int:
-        """Record events with numbers relative to the allocations so far, whose number is returned."""
+    def close_sequence(self, start: int, first: int) -> EventSequence:
+        """Turn the events from ``start`` on, before which there were ``first`` allocations, into one sequence, which is returned."""
+        sequence = EventSequence.of((number - first, value) for number, value in self.events[start:])
+        self.events[start:] = [(first, sequence)] if sequence.items else []
+        return sequence
+
+    def repeat(self, sequence: EventSequence) -> int:
+        """Record a sequence again; the number of the allocations before it is returned."""
         first = self.num_allocations
-        self.events.extend([(first + number, num_bytes) for number, num_bytes in events])
-        self.num_allocations += num_allocations
+        if sequence.items:
+            self.events.append((first, sequence))
+        self.num_allocations += sequence.num_allocations
         return first
 
     def trace(self) -> AllocationTrace:
         """The trace so far."""
-        return AllocationTrace(events=tuple(self.events), caller_numbers=frozenset(self.caller_numbers), peak_bytes=self.peak_bytes)
+        return AllocationTrace(sequence=EventSequence.of(self.events), caller_numbers=frozenset(self.caller_numbers))
 
 
 class _SavedBuffers:
@@ -151,60 +145,36 @@ class _ProgramEvents:
     """Allocations and frees of a run of a program, which are those of each of its runs.
 
     Attributes:
-        program: the program.
-        events: events, with numbers that count from the begin of the run.
-        num_allocations: number of the allocations.
-        live_bytes: bytes that are left at the end.
-        peak_bytes: peak of the live bytes.
+        program: the program; the reference keeps its id unique.
+        sequence: the events.
         results: the ports of the results, each with its number and its bytes, or with the port whose memory it is a view of.
     """
 
     program: Program
-    events: tuple[tuple[int, int], ...]
-    num_allocations: int
-    live_bytes: int
-    peak_bytes: int
+    sequence: EventSequence
     results: tuple[tuple[Port, int | None, int, Port | None], ...]
 
     @classmethod
-    def of(cls, program: Program, recorder: _TraceRecorder, start: int, first: int, results: Mapping[Port, Buffer]) -> _ProgramEvents:
-        """Events of the run that has just ended.
+    def of(cls, program: Program, sequence: EventSequence, first: int, results: Mapping[Port, Buffer]) -> _ProgramEvents:
+        """Events of a run.
 
         Args:
             program: the program.
-            recorder: recorder of the run.
-            start: events before the run.
+            sequence: events of the run.
             first: allocations before the run.
             results: its results.
         """
-        events = tuple((number - first, num_bytes) for number, num_bytes in recorder.events[start:])
-        live: dict[int, int] = {}
-        live_bytes = peak_bytes = 0
-        for number, num_bytes in events:
-            live_bytes += num_bytes if num_bytes else -live.pop(number)
-            if num_bytes:
-                live[number] = num_bytes
-            peak_bytes = max(peak_bytes, live_bytes)
         owners: dict[int, Port] = {}
         ports: list[tuple[Port, int | None, int, Port | None]] = []
         for port, buffer in results.items():
             assert isinstance(buffer, SimulatedBuffer)
             ports.append((port, None if buffer.address is None else buffer.address - first, buffer.num_bytes, owners.get(id(buffer.root))))
             owners.setdefault(id(buffer.root), port)
-        return cls(
-            program=program,
-            events=events,
-            num_allocations=recorder.num_allocations - first,
-            live_bytes=live_bytes,
-            peak_bytes=peak_bytes,
-            results=tuple(ports),
-        )
+        return cls(program=program, sequence=sequence, results=tuple(ports))
 
     def repeat(self, recorder: _TraceRecorder) -> dict[Port, Buffer]:
         """Record another run; its results."""
-        recorder.peak_bytes = max(recorder.peak_bytes, recorder.live_bytes + self.peak_bytes)
-        recorder.live_bytes += self.live_bytes
-        first = recorder.repeat(self.events, self.num_allocations)
+        first = recorder.repeat(self.sequence)
         buffers: dict[Port, SimulatedBuffer] = {}
         for port, number, num_bytes, owner in self.results:
             if owner is not None:
@@ -251,7 +221,8 @@ class _RecordingMachine(SimulatedMachine):
             return known.repeat(self.recorder), SimulatedResiduals(_SavedBuffers({}))
         start, first = len(self.recorder.events), self.recorder.num_allocations
         results, residuals = self._run_instructions(program, None)
-        self._known[id(program)] = _ProgramEvents.of(program, self.recorder, start, first, results)
+        sequence = self.recorder.close_sequence(start, first)
+        self._known[id(program)] = _ProgramEvents.of(program, sequence, first, results)
         return results, residuals
 
     def _run_instructions(self, program: Program, saved: Residuals | None) -> tuple[dict[Port, Buffer], Residuals]:
@@ -301,6 +272,53 @@ class _RecordingMachine(SimulatedMachine):
         return [saved.values]
 
 
+class _RecordedSweeps(TiledSegment):
+    """Tiled segment that runs one sweep of each kind. The events of an equal sweep are recorded again, if it leaves nothing behind."""
+
+    @cached_property
+    def _sequences(self) -> dict[tuple[str, int, int], EventSequence]:
+        """Events by direction, number of batch elements and kind of panel."""
+        return {}
+
+    def _sweep_forward(
+        self, machine: Machine, values: ValueBindings, sweep: Sweep, partial: Mapping[str, Buffer] | None, kept: frozenset[int]
+    ) -> CarryCache:
+        run = functools.partial(TiledSegment._sweep_forward, self, machine, values, sweep, partial, kept)
+        if kept or len(self.sweeps) == 1:
+            return run()
+        self._record(machine, "forward", sweep, run)
+        return CarryCache()
+
+    def _sweep_backward(self, machine: Machine, values: ValueBindings, cache: CarryCache | None, grads: Gradients, sweep: Sweep) -> None:
+        run = functools.partial(TiledSegment._sweep_backward, self, machine, values, cache, grads, sweep)
+        if cache is None:
+            self._record(machine, "backward", sweep, run)
+        else:
+            run()
+
+    def _record(self, machine: Machine, direction: str, sweep: Sweep, run: Callable[[], object]) -> None:
+        assert isinstance(machine, _RecordingMachine)
+        recorder, key = machine.recorder, (direction, len(sweep.chunk), self.panel_kinds[sweep.panel])
+        if key in self._sequences:
+            recorder.repeat(self._sequences[key])
+            return
+        start, first = len(recorder.events), recorder.num_allocations
+        run()
+        self._sequences[key] = recorder.close_sequence(start, first)
+        assert not self._sequences[key].live
+
+
+def _with_recorded_sweeps(region: Region) -> Region:
+    """The region with tiled segments that run one sweep of each kind."""
+    segments = [
+        _RecordedSweeps(**{each.name: getattr(segment, each.name) for each in fields(segment) if each.init})
+        if type(segment) is TiledSegment
+        else segment
+        for segment in region.segments
+    ]
+    return replace(region, segments=segments)
+
+
 def record_step(
     problem: PlanningProblem,
     region: Region,
@@ -320,7 +338,7 @@ def record_step(
     """
     on_host = problem.resources.on_host
     machine = _RecordingMachine(on_host=on_host, workspaces=workspaces, num_known_rows=num_known_rows, scratch_first=scratch_first)
-    run_step(problem, region, machine)
+    run_step(problem, _with_recorded_sweeps(region), machine)
     return machine.recorder.trace()
 
 

@@ -30,8 +30,9 @@ from sft.common.memory import measure_peak
 from sft.common.torch_internals import cuda_allocator_backend
 from sft.lower.program import Instruction, Program
 from sft.planner.materialize import ProjectedPlan
-from sft.planner.measured.allocation_trace import AllocationTrace, record_program, record_step
+from sft.planner.measured.allocation_trace import record_program, record_step
 from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
+from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import recording_sizes, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
@@ -123,7 +124,7 @@ class OverheadEstimator:
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
         total_bytes = max(
             reserved_bytes(each, self.allocator, segments=segments, resident=resident)
-            for each in (*traces, *self._resumed_traces(problem, projected, len(trace.events)))
+            for each in (*traces, *self._resumed_traces(problem, projected, trace.sequence.num_events))
         )
         if self.cuda_graphs is not None and self.device is not None:
             total_bytes += _GENERATOR_BYTES

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sft.planner.measured.allocation_trace import AllocationTrace
+from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.step_replay import NUM_STEPS, StepReplay
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator

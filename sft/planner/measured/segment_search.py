@@ -8,12 +8,12 @@ segments, merges them, and makes them smaller. ``benchmarks/gpu_plans.py`` compa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from sft.planner.measured.allocation_trace import AllocationTrace
+from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.step_replay import StepReplay
 from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, AllocatorSettings, segment_bytes
 
@@ -49,7 +49,9 @@ def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, residen
         resident: bytes of each tensor that exists before the step.
     """
     replay = StepReplay.of(trace, settings)
-    search = _SegmentSearch(replay, *_live_at_peak(replay.events))
+    peak = replay.sequence.peak
+    largest = sorted((num_bytes for num_bytes in peak.sizes if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)
+    search = _SegmentSearch(replay, peak.num_bytes, largest)
     least_bytes = _bytes_without_pool(replay, resident, search.division(*_DIVISIONS[0]))
     best: tuple[int, ...] | None = None
     for count, spare in _DIVISIONS:
@@ -70,7 +72,7 @@ class _SegmentSearch:
     Attributes:
         replay: replays of the step.
         peak_bytes: peak of the live tensors.
-        largest: sizes of the tensors that are alive at the peak, largest first.
+        largest: sizes of the tensors that are alive at the peak and can fill a segment, largest first.
         num_replayed: events replayed so far.
     """
 
@@ -110,7 +112,7 @@ def _bytes_without_pool(replay: StepReplay, resident: Sequence[int], segments: t
 def _improve(segments: tuple[int, ...], search: _SegmentSearch) -> tuple[tuple[int, ...], int]:
     """Local search from segments: a change stays if the step reserves no more than before. Returns the segments and the bytes reserved."""
     random = Random(0)  # the same plan each time
-    sizes = {segment_bytes(num_bytes) for _, num_bytes in search.replay.events if num_bytes >= MIN_SEGMENT_BYTES}
+    sizes = {segment_bytes(num_bytes) for num_bytes in search.replay.sequence.sizes if num_bytes >= MIN_SEGMENT_BYTES}
     split_sizes = sorted(sizes, reverse=True)[:_NUM_SPLIT_SIZES] or [MIN_SEGMENT_BYTES]
     least_bytes = search.reserved_bytes(segments, _UNLIMITED_BYTES)
     enough_bytes = max(_NEAR_OPTIMAL * search.peak_bytes, search.peak_bytes + _NEAR_OPTIMAL_BYTES)
@@ -140,21 +142,3 @@ def _change(segments: tuple[int, ...], split_sizes: Sequence[int], random: Rando
         index, share = random.randrange(len(changed)), random.choice(_SHRUNK_SHARES)
         changed[index] = segment_bytes(max(MIN_SEGMENT_BYTES, int((1 - share) * changed[index])))
     return tuple(sorted(changed))
-
-
-def _live_at_peak(events: Iterable[tuple[int, int]]) -> tuple[int, list[int]]:
-    """Peak of the live bytes, and sizes of the tensors that are alive then and can fill a segment, largest first."""
-    live: dict[int, int] = {}
-    live_bytes = peak_bytes = 0
-    at_peak: list[int] = []
-    for number, num_bytes in events:
-        if num_bytes:
-            live[number] = num_bytes
-            live_bytes += num_bytes
-            if live_bytes > peak_bytes:
-                peak_bytes, at_peak = live_bytes, []
-        else:
-            if live_bytes == peak_bytes and not at_peak:
-                at_peak = list(live.values())
-            live_bytes -= live.pop(number)
-    return peak_bytes, sorted((num_bytes for num_bytes in at_peak if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)

@@ -1,29 +1,23 @@
 """Step replays: the bytes that a step reserves in the simulated allocator, pool by pool.
 
-A search over segments replays one step many times. Three facts save most of that time:
+A search over segments replays one step many times. Four facts save most of that time:
 
 - Without a limit the two pools of the allocator are independent, and reserved bytes only grow. So the pools are replayed one by one.
 - Segments of a plan are in the large pool. So the bytes of the small pool are the same whatever the segments.
 - A second step reserves nothing more in the small pool: a new segment there is the largest block that exists, so the allocator takes it
   only where no other block fits, as it took it in the first step when it was new.
+- Nearly all requests of strips are in the small pool, in sequences that repeat (:mod:`sft.planner.measured.pool_requests`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final, TypeVar
 
-from sft.planner.measured.allocation_trace import AllocationTrace
-from sft.runtime.caching_allocator import (
-    MIN_SEGMENT_BYTES,
-    SMALL_BYTES,
-    AllocatorSettings,
-    BlockPool,
-)
+from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
+from sft.planner.measured.pool_requests import PoolRequests, Request, RequestSequence, SequenceReplay
+from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, SMALL_BYTES, AllocatorSettings, BlockPool
 
 __all__ = ["NUM_STEPS", "StepReplay"]
 
@@ -36,44 +30,6 @@ _RECENT: dict[Hashable, dict[Hashable, Any]] = {}
 _MOST_RECENT: Final = 64
 
 _ResultT = TypeVar("_ResultT")
-#: ``(number, block_bytes)`` for an allocation, ``(number, 0)`` for its free.
-_Requests = list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PoolRequests:
-    """Allocations and frees by pool, in blocks.
-
-    Attributes:
-        small: requests in the small pool.
-        large: requests in the large pool.
-    """
-
-    small: _Requests
-    large: _Requests
-
-    @classmethod
-    def of(cls, events: Iterable[tuple[int, int]], settings: AllocatorSettings) -> _PoolRequests:
-        """Requests of events."""
-        requests = cls(small=[], large=[])
-        sizes: dict[int, int] = {}
-        appends: dict[int, Callable[[tuple[int, int]], None]] = {}
-        for event in events:
-            number, num_bytes = event
-            if num_bytes:
-                size = sizes.get(num_bytes)
-                if size is None:
-                    size = sizes[num_bytes] = settings.block_bytes(num_bytes)
-                append = appends[number] = requests.small.append if size <= SMALL_BYTES else requests.large.append
-                append(event if size == num_bytes else (number, size))
-            else:
-                appends.pop(number)(event)
-        return requests
-
-    def without(self, numbers: Container[int]) -> _PoolRequests:
-        """All requests but those with these numbers."""
-        small, large = ([request for request in requests if request[0] not in numbers] for requests in (self.small, self.large))
-        return _PoolRequests(small=small, large=large)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,43 +45,41 @@ class StepReplay:
     trace: AllocationTrace
     settings: AllocatorSettings
     results: dict[Hashable, Any]
-    _events: list[tuple[int, int]] = field(default_factory=list)
-    _requests: dict[bool, _PoolRequests] = field(default_factory=dict)
+    _requests: dict[bool, PoolRequests] = field(default_factory=dict)
+    _sequence: EventSequence | None = None
 
     @classmethod
     def of(cls, trace: AllocationTrace, settings: AllocatorSettings) -> StepReplay:
         """Replays of a trace; the same object for the same settings."""
         if settings not in trace.replays:
-            numbers = array("q", chain(chain.from_iterable(trace.events), (0,), sorted(trace.caller_numbers)))
-            results = _recent_results((hashlib.blake2b(numbers).digest(), settings))
+            results = _recent_results((trace.sequence.digest, trace.caller_numbers, settings))
             trace.replays[settings] = cls(trace=trace, settings=settings, results=results)
         replay: StepReplay = trace.replays[settings]
         return replay
 
     @property
-    def events(self) -> Sequence[tuple[int, int]]:
+    def sequence(self) -> EventSequence:
         """Allocations and frees in the pool of the step."""
-        if not self.trace.caller_numbers:
-            return self.trace.events
-        if not self._events:
-            callers = self.trace.caller_numbers
-            self._events = [event for event in self.trace.events if event[0] not in callers]
-        return self._events
+        if self._sequence is None:
+            whole, callers = self.trace.sequence, self.trace.caller_numbers
+            self._sequence = EventSequence.of(whole.items, callers) if callers else whole
+        return self._sequence
 
     @property
     def num_events(self) -> int:
         """Number of the allocations and frees in the pool of the step."""
-        return len(self.trace.events) - 2 * len(self.trace.caller_numbers)
+        return self.trace.sequence.num_events - 2 * len(self.trace.caller_numbers)
 
     @property
     def small_bytes(self) -> int:
         """Bytes that the small pool reserves."""
-        return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
+        return self._memoized("small", lambda: self._replay_small(self._pool_requests().small, self._empty_pool(small=True)))
 
     def outside_bytes(self, resident: Iterable[int]) -> int:
         """Bytes that resident tensors and those of the caller reserve, outside of the pool."""
-        callers = [event for event in self.trace.events if event[0] in self.trace.caller_numbers]
-        return self._shared_bytes(_PoolRequests.of(callers, self.settings), resident, None)
+        numbers = self.trace.caller_numbers
+        callers = EventSequence.of(item for item in self.trace.sequence.items if item[0] in numbers and isinstance(item[1], int))
+        return self._shared_bytes(PoolRequests.of(callers, self.settings), resident, None)
 
     def bytes_without_pool(self, resident: Sequence[int], limit_bytes: int | None = None) -> int:
         """Bytes that resident tensors and the whole step reserve in the default pool; if above the limit, as many as at that moment."""
@@ -176,33 +130,41 @@ class StepReplay:
         result: _ResultT = self.results[key]
         return result
 
-    def _pool_requests(self, *, with_caller: bool = False) -> _PoolRequests:
+    def _pool_requests(self, *, with_caller: bool = False) -> PoolRequests:
         """Requests of the step, or of the step and its caller."""
-        if True not in self._requests:
-            self._requests[True] = _PoolRequests.of(self.trace.events, self.settings)
         if with_caller not in self._requests:
-            callers = self.trace.caller_numbers
-            self._requests[False] = self._requests[True].without(callers) if callers else self._requests[True]
+            ignored = () if with_caller else self.trace.caller_numbers
+            self._requests[with_caller] = PoolRequests.of(self.trace.sequence, self.settings, ignored)
         return self._requests[with_caller]
 
     def _replayed_bytes(self, segments: tuple[int, ...], limit_bytes: int | None) -> tuple[int, int]:
         small_bytes, pool = self.small_bytes, self._reserved_pool(segments)
         large_limit_bytes = None if limit_bytes is None else limit_bytes - small_bytes
-        large_bytes, share = self._replay_steps(self._pool_requests().large, pool, large_limit_bytes)
+        large_bytes, share = self._replay_large(self._pool_requests().large, pool, large_limit_bytes)
         return small_bytes + large_bytes, int(share * self.num_events)
 
-    def _shared_bytes(self, requests: _PoolRequests, resident: Iterable[int], limit_bytes: int | None) -> int:
+    def _shared_bytes(self, requests: PoolRequests, resident: Iterable[int], limit_bytes: int | None) -> int:
         """Bytes that resident tensors and requests reserve in one pool."""
         small, large = self._empty_pool(small=True), self._empty_pool()
         for size in (self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0):
             (small if size <= SMALL_BYTES else large).allocate(size)
-        large_bytes, _ = self._replay_steps(requests.large, large, limit_bytes)
+        large_bytes, _ = self._replay_large(requests.large, large, limit_bytes)
         if limit_bytes is not None and large_bytes > limit_bytes:
             return large_bytes
-        return large_bytes + self._replay_steps(requests.small, small)[0]
+        return large_bytes + self._replay_small(requests.small, small)
 
-    def _replay_steps(self, requests: _Requests, pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
-        """Bytes that a pool reserves for the steps, and the number of steps until they exceed the limit, or cannot change any more."""
+    def _replay_small(self, requests: RequestSequence, pool: BlockPool) -> int:
+        """Bytes that the small pool reserves for the steps."""
+        replay = SequenceReplay(pool)
+        for _ in range(NUM_STEPS):
+            before_bytes, blocks = pool.reserved_bytes, dict[int, tuple[int, int]]()
+            replay.replay(requests, blocks)
+            if not blocks and (pool.repeats_steps or pool.reserved_bytes == before_bytes):
+                break
+        return pool.reserved_bytes
+
+    def _replay_large(self, requests: list[Request], pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
+        """Bytes that the large pool reserves for the steps; the number of steps until they exceed the limit, or cannot change any more."""
         num_steps = 0.0
         for _ in range(NUM_STEPS):
             before_bytes, blocks = pool.reserved_bytes, dict[int, tuple[int, int]]()
@@ -213,7 +175,7 @@ class StepReplay:
                 num_steps += exceeding / next(number for number, size in reversed(requests) if size)
                 break
             num_steps += 1
-            if not blocks and (pool.repeats_steps or pool.reserved_bytes == before_bytes):
+            if not blocks and pool.reserved_bytes == before_bytes:
                 break
         return pool.reserved_bytes, num_steps
 

@@ -67,6 +67,18 @@ def test_rows_are_available_when_read(case: tuple[Dag, Built, StripSchedule]) ->
 
 
 @given(case=_cases())
+def test_row_changes_turn_each_state_into_the_next(case: tuple[Dag, Built, StripSchedule]) -> None:
+    _, _, schedule = case
+    for index in range(schedule.num_steps):
+        rows, following = schedule.carried_rows(index), schedule.carried_rows(index + 1)
+        for name, before, after in schedule.row_changes(index):
+            assert rows.pop(name, Interval(0, 0)) == (Interval(*before) or Interval(0, 0)) and before != after
+            if Interval(*after):
+                rows[name] = Interval(*after)
+        assert rows == following
+
+
+@given(case=_cases())
 def test_no_unneeded_row_is_carried(case: tuple[Dag, Built, StripSchedule]) -> None:
     """The rows carried into a strip begin with the first one that this or a later strip reads; none are carried if none is read."""
     _, _, schedule = case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -19,7 +20,8 @@ from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
-from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
+from sft.planner.measured.allocation_trace import _RecordingMachine, record_step
+from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
 from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.measured.reserved_memory import reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
@@ -61,7 +63,7 @@ def _instruction_by_instruction(fitted: FittedPlan) -> AllocationTrace:
 def test_the_trace_requests_the_projected_bytes(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     fitted = _fitted(seeded(make), _SHAPE, "64MiB", **options)
     trace, settings = record_step(fitted.problem, fitted.projected.region), AllocatorSettings()
-    assert trace == _instruction_by_instruction(fitted)
+    assert trace.events == _instruction_by_instruction(fitted).events
     assert trace.peak_bytes == fitted.projected.projection.peak_bytes
     without_pool = simulate_reserved_memory(trace, settings)
     assert trace.peak_bytes == without_pool.requested_bytes <= without_pool.allocated_bytes <= without_pool.reserved_bytes
@@ -74,6 +76,16 @@ def test_the_trace_requests_the_projected_bytes(make: Callable[[], nn.Module], o
     assert exact.num_failures == exact.num_released == 0
     for each, simulated in ((None, without_pool), (segments, pooled)):
         assert reserved_bytes(trace, settings, segments=each, resident=()) == simulated.reserved_bytes
+
+
+def test_sweeps_of_equal_panels_are_recorded_once() -> None:
+    """Of six panels the first one, and four of one kind. The last one keeps its states, so its strips are recorded one by one."""
+    model = nn.Sequential(*[layer for _ in range(2) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())]).double()
+    fitted = _fitted(model, (1, 3, 40, 96), "64MiB", tile=(4, 16))
+    trace = record_step(fitted.problem, fitted.projected.region)
+    sweeps = [value for _, value in trace.sequence.items if isinstance(value, EventSequence) and value.num_events > 100]
+    assert sorted(Counter(sweeps).values()) == [1, 1, 4, 4], "forward and backward"
+    assert trace.events == _instruction_by_instruction(fitted).events
 
 
 def _strips(height: int) -> FittedPlan:
@@ -125,14 +137,7 @@ def _random_trace(seed: int) -> AllocationTrace:
         events += [(dead, 0) for dead in frees.pop(number, [])] + [(number, random.randint(10, 60) * _MIB)]
         frees.setdefault(min(40, number + random.randint(1, 12)), []).append(number)
     events += [(dead, 0) for dead in frees.pop(40)]
-    live_bytes, sizes = 0, dict[int, int]()
-    peak_bytes = 0
-    for number, num_bytes in events:
-        live_bytes += num_bytes - (sizes.pop(number) if not num_bytes else 0)
-        if num_bytes:
-            sizes[number] = num_bytes
-        peak_bytes = max(peak_bytes, live_bytes)
-    return AllocationTrace(events=tuple(events), caller_numbers=frozenset(), peak_bytes=peak_bytes)
+    return AllocationTrace.of(events)
 
 
 def test_the_local_search_reserves_less_than_the_first_divisions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +158,7 @@ def test_the_local_search_reserves_less_than_the_first_divisions(monkeypatch: py
 
 def test_a_step_that_fits_beside_the_resident_tensors_has_no_pool() -> None:
     """A resident tensor leaves the rest of its segment to the step, which a pool would not use."""
-    trace = AllocationTrace(events=((1, 8 * _MIB), (1, 0)), caller_numbers=frozenset(), peak_bytes=8 * _MIB)
+    trace = AllocationTrace.of(((1, 8 * _MIB), (1, 0)))
     settings = AllocatorSettings()
     assert choose_segments(trace, settings, [9 * _MIB]) is None
     assert choose_segments(trace, settings) is not None
@@ -166,7 +171,7 @@ def test_workspaces_are_requested_with_the_results_of_operators() -> None:
     trace = record_step(fitted.problem, fitted.projected.region, convolutions)
     assert plain.peak_bytes < trace.peak_bytes <= plain.peak_bytes + 7 * _MIB
     assert sum(num_bytes == 7 * _MIB for _, num_bytes in trace.events) > 10
-    assert plain == _instruction_by_instruction(fitted)
+    assert plain.events == _instruction_by_instruction(fitted).events
 
 
 def test_resident_tensors_have_the_resident_bytes() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.planner.measured.allocation_trace import AllocationTrace
+from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import reserved_bytes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.measured.step_replay import StepReplay
@@ -42,7 +42,7 @@ def _traces(draw: st.DrawFn) -> AllocationTrace:
             events.append((live.pop(size % len(live)), 0))
     if draw(st.booleans()):
         events += [(number, 0) for number in live]
-    return AllocationTrace(events=tuple(events), caller_numbers=frozenset(each for each in callers if each <= count), peak_bytes=0)
+    return AllocationTrace.of(events, frozenset(each for each in callers if each <= count))
 
 
 _RESIDENT = st.lists(st.one_of(st.just(0), st.integers(1, 2 * _MIB), st.integers(1, 40 * _MIB)), max_size=5)
@@ -79,7 +79,7 @@ def test_equal_steps_have_equal_segments(allocator: AllocatorSettings, monkeypat
     monkeypatch.setattr("sft.planner.measured.step_replay._RECENT", {})
     chosen = []
     for resident in ([], [3 * _MIB], []):
-        trace = AllocationTrace(events=steps, caller_numbers=frozenset({2}), peak_bytes=0)
+        trace = AllocationTrace.of(steps, frozenset({2}))
         chosen.append(choose_segments(trace, allocator, resident))
         assert reserved_bytes(trace, allocator, segments=chosen[-1], resident=resident) <= reserved_bytes(
             trace, allocator, segments=None, resident=resident

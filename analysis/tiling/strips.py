@@ -317,7 +317,7 @@ class StripSchedule:
         return {name: Interval(start, stop) for name, start, stop in zip(names, starts, stops, strict=True) if start < stop}
 
     def row_changes(self, index: int) -> list[RowsChange]:
-        """Values whose carried rows differ in states ``index`` and ``index + 1``."""
+        """Changes of the carried rows from state ``index`` to ``index + 1``."""
         names, rows = self._rows_in_memory
         before, after = rows[:, index], rows[:, index + 1]
         changed = (before != after).any(0).nonzero()[0].tolist()

@@ -62,7 +62,7 @@ class CarryCache:
             self.blocks[name] = [block for block in self.blocks.get(name, ()) if block.num_states > 0]
 
     def advance(self, changes: Iterable[RowsChange]) -> None:
-        """Retain the blocks of the next state and release those of a state, given the values whose carried rows differ between them."""
+        """Retain the blocks of the next state and release those of a state, given the changes of the carried rows between them."""
         for name, before, after in changes:
             if self._recount(name, before, after):
                 self.blocks[name] = [block for block in self.blocks[name] if block.num_states > 0]

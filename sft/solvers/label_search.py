@@ -262,24 +262,32 @@ def _prune_dominated(state: _SearchState, node: int, labels: _Labels) -> _Labels
         labels = labels.take(_most_promising(state, node, labels, 4 * max_labels))
     order = np.lexsort((labels.up, labels.down, labels.device, labels.seconds))
     labels = labels.take(order)
-    criteria = (labels.device, labels.device - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
-
-    def dominated(rows: npt.NDArray[np.intp], rivals: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """For each of the rows the rivals that are no worse in any criterion."""
-        dominates = np.ones((len(rows), len(rivals)), dtype=bool)
-        for criterion in criteria:
-            dominates &= criterion[rivals][None, :] <= criterion[rows][:, None]
-        return dominates
-
-    kept = np.zeros(0, dtype=np.intp)
-    block = 128
+    compared = (labels.device, labels.device - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
+    criteria = [_shortest(each) for each in compared]
+    kept, block = np.zeros(0, dtype=np.intp), 128
     for begin in range(0, len(labels), block):
         here = np.arange(begin, min(begin + block, len(labels)))
         # A label is dominated only by one that is no slower, and those come first.
-        here = here[~dominated(here, kept).any(axis=1)]
-        kept = np.concatenate([kept, here[~np.tril(dominated(here, here), -1).any(axis=1)]])
+        for first in range(0, len(kept), 4 * block):
+            here = here[~_dominated(criteria, here, kept[first : first + 4 * block]).any(axis=1)]
+        kept = np.concatenate([kept, here[~np.tril(_dominated(criteria, here, here), -1).any(axis=1)]])
     labels = labels.take(kept)
     return labels.take(_most_promising(state, node, labels, max_labels)) if len(labels) > max_labels else labels
+
+
+def _shortest(values: IntArray) -> IntArray:
+    """The values from zero on, in the shortest type that holds them: it takes less time to compare."""
+    offsets = values - values.min(initial=0)
+    shortest: IntArray = offsets.astype(np.min_scalar_type(int(offsets.max(initial=0))))
+    return shortest
+
+
+def _dominated(criteria: Sequence[IntArray], rows: npt.NDArray[np.intp], rivals: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """For each of the rows the rivals that are no worse in any criterion."""
+    dominates = np.ones((len(rows), len(rivals)), dtype=bool)
+    for criterion in criteria:
+        dominates &= criterion[rivals][None, :] <= criterion[rows][:, None]
+    return dominates
 
 
 def _most_promising(state: _SearchState, node: int, labels: _Labels, max_labels: int) -> npt.NDArray[np.intp]:

@@ -1,8 +1,8 @@
 """Event sequences: allocations and frees of a step, in which equal parts are stored once.
 
 A step of thousands of strips runs some dozen programs, and each run of a program without residuals allocates and frees the same bytes in
-the same order. So a sequence consists of events and of shorter sequences, whose numbers count from their begin. For example, two runs of a
-program that allocates 7 bytes, then 5, and frees the 7:
+the same order. So a sequence consists of events and of shorter sequences, with numbers that count from the begin. For example, two runs of
+a program that allocates 7 bytes, then 5, and frees the 7:
 
     run = ((1, 7), (2, 5), (1, 0))
     step = ((0, run), (2, run), (2, 0), (4, 0))    which is    (1, 7) (2, 5) (1, 0) (3, 7) (4, 5) (3, 0) (2, 0) (4, 0)

@@ -8,7 +8,7 @@ up where both occur again: in strips in the middle of a sweep, and in sweeps of 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,7 +22,7 @@ Request = tuple[int, int]
 #: Start and end of a block.
 _Block = tuple[int, int]
 
-#: Requests of a sequence from which on its results are stored: fewer are replayed as fast as they are looked up.
+#: Requests of a sequence from which on its results are stored; fewer are replayed as fast as they are looked up, and stand for themselves.
 _LEAST_REQUESTS: Final = 12
 #: Most results that are stored.
 _MOST_RESULTS: Final = 2**15
@@ -35,19 +35,22 @@ class RequestSequence:
     Attributes:
         parts: sequences, each with the number of allocations before it, and lists of requests between them, with 0.
         num_requests: number of requests.
+        last_number: number of the last allocation.
     """
 
     parts: tuple[tuple[int, RequestSequence | list[Request]], ...]
     num_requests: int
+    last_number: int
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, int | RequestSequence]]) -> RequestSequence:
         """The sequence of requests and sequences."""
         parts: list[tuple[int, RequestSequence | list[Request]]] = []
         requests: list[Request] = []
-        num_requests = 0
+        num_requests = last_number = 0
         for number, value in items:
             if isinstance(value, RequestSequence):
+                last_number = number + value.last_number if value.last_number else last_number
                 if requests:
                     parts.append((0, requests))
                     requests = []
@@ -56,7 +59,16 @@ class RequestSequence:
             else:
                 requests.append((number, value))
                 num_requests += 1
-        return cls((*parts, (0, requests)) if requests else tuple(parts), num_requests)
+                last_number = number if value else last_number
+        return cls((*parts, (0, requests)) if requests else tuple(parts), num_requests, last_number)
+
+    def requests(self, first: int) -> Iterator[Request]:
+        """All requests, with numbers that count from ``first``."""
+        for number, part in self.parts:
+            if isinstance(part, RequestSequence):
+                yield from part.requests(first + number)
+            else:
+                yield from [(first + each, size) for each, size in part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +81,7 @@ class PoolRequests:
     """
 
     small: RequestSequence
-    large: list[Request]
+    large: RequestSequence
 
     @classmethod
     def of(cls, sequence: EventSequence, settings: AllocatorSettings, ignored: Container[int] = ()) -> PoolRequests:
@@ -94,17 +106,18 @@ def _split(
         known: requests of other sequences, so far.
     """
     small: list[tuple[int, int | RequestSequence]] = []
-    large: list[Request] = []
+    large: list[tuple[int, int | RequestSequence]] = []
     is_small: dict[int, bool] = {}
     for number, value in sequence.items:
         if isinstance(value, EventSequence):
             inner = known.get(value)
             if inner is None:
                 inner = known[value] = _split(value, settings, (), blocks, known)
-            if inner.small.num_requests:
-                small.append((number, inner.small))
-            if inner.large:
-                large.extend([(number + each, size) for each, size in inner.large])
+            for items, requests in ((small, inner.small), (large, inner.large)):
+                if requests.num_requests >= _LEAST_REQUESTS:
+                    items.append((number, requests))
+                elif requests.num_requests:
+                    items.extend(requests.requests(number))
             for each, num_bytes in value.live.items():
                 is_small[number + each] = blocks[num_bytes] <= SMALL_BYTES
         elif number in ignored:
@@ -117,7 +130,7 @@ def _split(
             (small if size <= SMALL_BYTES else large).append((number, size))
         else:
             (small if is_small.pop(number) else large).append((number, 0))
-    return PoolRequests(small=RequestSequence.of(small), large=large)
+    return PoolRequests(small=RequestSequence.of(small), large=RequestSequence.of(large))
 
 
 @dataclass(slots=True)
@@ -134,37 +147,46 @@ class SequenceReplay:
     )
     _reserved_bytes: int = 0  # of the pool for which results are stored
 
-    def replay(self, sequence: RequestSequence, blocks: MutableMapping[int, _Block]) -> None:
+    def replay(self, sequence: RequestSequence, blocks: MutableMapping[int, _Block], limit_bytes: int | None = None) -> int | None:
         """Allocate and free blocks in order.
 
         Args:
             sequence: the requests.
             blocks: start and end of the live blocks by number.
+            limit_bytes: reserved bytes above which the replay ends.
+
+        Returns:
+            The number of the request that exceeded the limit; ``None`` if all requests were replayed.
         """
         for number, part in sequence.parts:
             if isinstance(part, RequestSequence):
-                for each, block in self._blocks_of(part):
-                    blocks[number + each] = block
+                exceeding = self._replay_inner(number, part, blocks, limit_bytes)
             else:
-                self.pool.replay(part, blocks)
+                exceeding = self.pool.replay(part, blocks, limit_bytes)
+            if exceeding is not None:
+                return exceeding
+        return None
 
-    def _blocks_of(self, sequence: RequestSequence) -> Iterable[tuple[int, _Block]]:
-        """Replay a sequence that frees only what it allocates; its live blocks by number."""
+    def _replay_inner(
+        self, first: int, sequence: RequestSequence, blocks: MutableMapping[int, _Block], limit_bytes: int | None
+    ) -> int | None:
+        """Replay a sequence that frees only what it allocates, or look up its result; its live blocks are numbered from ``first`` on."""
         pool = self.pool
-        made: dict[int, _Block] = {}
-        if sequence.num_requests < _LEAST_REQUESTS:
-            self.replay(sequence, made)
-            return made.items()
         if pool.reserved_bytes != self._reserved_bytes or len(self._results) >= _MOST_RESULTS:
             self._results.clear()
             self._reserved_bytes = pool.reserved_bytes
         key = (sequence, pool.free_blocks)
         result = self._results.get(key)
-        if result is not None:
+        if result is None:
+            made: dict[int, _Block] = {}
+            exceeding = self.replay(sequence, made, limit_bytes)
+            if exceeding is not None:
+                return first + exceeding
+            result = pool.free_blocks, tuple(made.items())
+            if pool.reserved_bytes == self._reserved_bytes:
+                self._results[key] = result
+        else:
             pool.free_blocks = result[0]
-            return result[1]
-        reserved_bytes = pool.reserved_bytes
-        self.replay(sequence, made)
-        if pool.reserved_bytes == reserved_bytes:
-            self._results[key] = pool.free_blocks, tuple(made.items())
-        return made.items()
+        for number, block in result[1]:
+            blocks[first + number] = block
+        return None

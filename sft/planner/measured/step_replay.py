@@ -6,7 +6,7 @@ A search over segments replays one step many times. Four facts save most of that
 - Segments of a plan are in the large pool. So the bytes of the small pool are the same whatever the segments.
 - A second step reserves nothing more in the small pool: a new segment there is the largest block that exists, so the allocator takes it
   only where no other block fits, as it took it in the first step when it was new.
-- Nearly all requests of strips are in the small pool, in sequences that repeat (:mod:`sft.planner.measured.pool_requests`).
+- Strips ask for most blocks in sequences that repeat (:mod:`sft.planner.measured.pool_requests`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
-from sft.planner.measured.pool_requests import PoolRequests, Request, RequestSequence, SequenceReplay
+from sft.planner.measured.pool_requests import PoolRequests, RequestSequence, SequenceReplay
 from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, SMALL_BYTES, AllocatorSettings, BlockPool
 
 __all__ = ["NUM_STEPS", "StepReplay"]
@@ -73,7 +73,7 @@ class StepReplay:
     @property
     def small_bytes(self) -> int:
         """Bytes that the small pool reserves."""
-        return self._memoized("small", lambda: self._replay_small(self._pool_requests().small, self._empty_pool(small=True)))
+        return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
 
     def outside_bytes(self, resident: Iterable[int]) -> int:
         """Bytes that resident tensors and those of the caller reserve, outside of the pool."""
@@ -107,7 +107,7 @@ class StepReplay:
 
         def made() -> tuple[int, ...]:
             pool = self._empty_pool()
-            pool.replay(self._pool_requests().large, {})
+            SequenceReplay(pool).replay(self._pool_requests().large, {})
             return tuple(num_bytes for num_bytes in pool.free_segment_bytes() if num_bytes >= MIN_SEGMENT_BYTES)
 
         return self._memoized("own", made)
@@ -118,7 +118,7 @@ class StepReplay:
         def used() -> int:
             pool = self._reserved_pool((*separate, _ENDLESS_BYTES))
             base, num_segments, pool.peak_address = max(pool.segments), len(pool.segments), 0
-            pool.replay(self._pool_requests().large, {})
+            SequenceReplay(pool).replay(self._pool_requests().large, {})
             # Where the longest segment may not be split, tensors have new segments.
             return max(0, pool.peak_address - base) if len(pool.segments) == num_segments else 0
 
@@ -140,7 +140,7 @@ class StepReplay:
     def _replayed_bytes(self, segments: tuple[int, ...], limit_bytes: int | None) -> tuple[int, int]:
         small_bytes, pool = self.small_bytes, self._reserved_pool(segments)
         large_limit_bytes = None if limit_bytes is None else limit_bytes - small_bytes
-        large_bytes, share = self._replay_large(self._pool_requests().large, pool, large_limit_bytes)
+        large_bytes, share = self._replay_steps(self._pool_requests().large, pool, large_limit_bytes)
         return small_bytes + large_bytes, int(share * self.num_events)
 
     def _shared_bytes(self, requests: PoolRequests, resident: Iterable[int], limit_bytes: int | None) -> int:
@@ -148,34 +148,24 @@ class StepReplay:
         small, large = self._empty_pool(small=True), self._empty_pool()
         for size in (self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0):
             (small if size <= SMALL_BYTES else large).allocate(size)
-        large_bytes, _ = self._replay_large(requests.large, large, limit_bytes)
+        large_bytes, _ = self._replay_steps(requests.large, large, limit_bytes)
         if limit_bytes is not None and large_bytes > limit_bytes:
             return large_bytes
-        return large_bytes + self._replay_small(requests.small, small)
+        return large_bytes + self._replay_steps(requests.small, small)[0]
 
-    def _replay_small(self, requests: RequestSequence, pool: BlockPool) -> int:
-        """Bytes that the small pool reserves for the steps."""
-        replay = SequenceReplay(pool)
-        for _ in range(NUM_STEPS):
-            before_bytes, blocks = pool.reserved_bytes, dict[int, tuple[int, int]]()
-            replay.replay(requests, blocks)
-            if not blocks and (pool.repeats_steps or pool.reserved_bytes == before_bytes):
-                break
-        return pool.reserved_bytes
-
-    def _replay_large(self, requests: list[Request], pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
-        """Bytes that the large pool reserves for the steps; the number of steps until they exceed the limit, or cannot change any more."""
-        num_steps = 0.0
+    def _replay_steps(self, requests: RequestSequence, pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
+        """Bytes that a pool reserves for the steps, and the number of steps until they exceed the limit, or cannot change any more."""
+        num_steps, replay = 0.0, SequenceReplay(pool)
         for _ in range(NUM_STEPS):
             before_bytes, blocks = pool.reserved_bytes, dict[int, tuple[int, int]]()
             if limit_bytes is not None and before_bytes > limit_bytes:
                 break
-            exceeding = pool.replay(requests, blocks, limit_bytes)
+            exceeding = replay.replay(requests, blocks, limit_bytes)
             if exceeding is not None:
-                num_steps += exceeding / next(number for number, size in reversed(requests) if size)
+                num_steps += exceeding / requests.last_number
                 break
             num_steps += 1
-            if not blocks and pool.reserved_bytes == before_bytes:
+            if not blocks and (pool.repeats_steps or pool.reserved_bytes == before_bytes):
                 break
         return pool.reserved_bytes, num_steps
 

@@ -55,7 +55,7 @@ def test_a_sequence_sums_up_its_events(sequence: EventSequence) -> None:
 def test_replayed_sequences_reserve_what_their_events_reserve(sequence: EventSequence, options: str, num_resident: int) -> None:
     allocator, trace = AllocatorSettings.parse(options), AllocationTrace(sequence=sequence)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_requests, "_LEAST_REQUESTS", 1)
+        patch.setattr(pool_requests, "_LEAST_REQUESTS", 2)
         for segments in (None, (20 * _MIB,)):
             resident = [_MIB // 3] * num_resident
             simulated = simulate_reserved_memory(AllocationTrace.of(trace.events), allocator, segments=segments, resident=resident)

@@ -330,7 +330,11 @@ def test_a_module_that_ends_the_process_is_refused(
 
 
 def test_ctrl_c_during_an_import_ends_the_process_without_a_traceback() -> None:
-    code = "import os, signal\nfrom sft.cli.main import exit_on_interrupt\nwith exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)\n"
+    code = (
+        "import os, signal\nfrom sft.cli.main import exit_on_interrupt\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it\n"
+        "with exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)\n"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 130 and done.stderr == ""
 

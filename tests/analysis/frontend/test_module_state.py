@@ -264,7 +264,7 @@ def test_tensors_of_other_objects_without_gradients_are_constants() -> None:
     ("then", "words"),
     [
         (lambda _, y: y * float(y.detach().numpy().mean()), "numbers leave torch there; compute with tensors"),
-        (lambda _, y: y * torch.cov(y.flatten(2)[0]).mean(), "aten.equal.default.*; this operator looks at values"),
+        (lambda _, y: y * float(torch.equal(y, y + 1)), "aten.equal.default.*; this operator looks at values"),
         (lambda _, y: torch.linalg.lstsq(y.flatten(2)[0].T, y.flatten(2)[0].T[:, :1])[0], "the size of what this operator makes"),
         (lambda _, y: y if y.mean() > 0 else -y, "control flow that depends on tensor values must move out"),
         (lambda _, y: torch.distributions.Normal(y, y.exp()).log_prob(y), "make them with validate_args=False"),

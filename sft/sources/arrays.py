@@ -16,7 +16,7 @@ from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
-from sft.sources.image import Pixels, Size, check_level, check_region, dtype_range
+from sft.sources.image import Pixels, Rectangle, Size, check_level, dtype_range
 from sft.sources.normalize import PIXEL_DTYPES, Normalizer, PixelRows
 from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.value_range import ValueRange
@@ -299,9 +299,10 @@ class ArrayImage:
             SourceError: the mapped file was cut short.
         """
         check_level(repr(self), level, 1)
-        check_region(self._name, x, y, w, h, self.width_px, self.height_px)
+        rectangle = Rectangle.of(x, y, w, h)
+        rectangle.check_inside(self._name, (self.width_px, self.height_px))
         check_mapping(self._given, self._name)
-        part = self._pixels[y : y + h, x : x + w]
+        part = self._pixels[rectangle.slices]
         pixels: Pixels = part.astype(self.dtype, order="C")
         release_pages(part)
         return pixels

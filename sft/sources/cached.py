@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sft.common.array_types import BoolArray
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.interval import Interval
-from sft.sources.image import Image, Pixels, Size
+from sft.sources.image import Image, Pixels, Rectangle, Size
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
 from sft.sources.views import RasterView
@@ -88,7 +88,6 @@ class Cached(RasterView):
         """Repeated rows of the underlying image; see `sft.sources.source.RepeatingImage`."""
         return image_equal_rows(self.image, part, columns=columns)
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        if level == 0 and (x, w) == (0, self.width_px):
-            return self._blocks.rows(Interval(y, y + h))
-        return self.image.read(x, y, w, h, level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        is_full_width = rectangle.level == 0 and len(rectangle.columns) == self.width_px
+        return self._blocks.rows(rectangle.rows) if is_full_width else rectangle.read(self.image)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sft.common.errors import SftError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, Layout, axis_order
-from sft.sources.image import Pixels, check_level, check_region
+from sft.sources.image import Pixels, Rectangle, check_level
 from sft.sources.row_blocks import RowBlocks
 
 __all__ = ["ChunkedRows", "chunk_extent", "is_chunked_array"]
@@ -59,8 +59,10 @@ class _Sample:
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         check_level(repr(self), level, 1)
-        check_region(repr(self), x, y, w, h, self.width_px, self.height_px)
-        index = {"N": slice(self._sample, self._sample + 1), "C": slice(None), "H": slice(y, y + h), "W": slice(x, x + w)}
+        rectangle = Rectangle.of(x, y, w, h)
+        rectangle.check_inside(repr(self), (self.width_px, self.height_px))
+        rows, columns = rectangle.slices
+        index = {"N": slice(self._sample, self._sample + 1), "C": slice(None), "H": rows, "W": columns}
         try:
             block: AnyArray = np.asarray(self._array[tuple(index[axis] for axis in self._layout)])
         except SftError:

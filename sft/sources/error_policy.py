@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError, SkipSlideError, SourceError
-from sft.sources.image import Image, Pixels
+from sft.sources.image import Image, Pixels, Rectangle
 from sft.sources.views import RasterView
 
 __all__ = ["BadTile", "OnError", "Tolerant", "resolve_on_error"]
 
 OnError: TypeAlias = Literal["raise", "skip", "fill"]
 
-#: Where a file does not say how large its tiles are, a bad place is filled in squares of this side.
-_FALLBACK_TILE_PX = 256
+#: (width, height) in which damaged pixels are filled where a file does not state the size of its tiles.
+_FALLBACK_TILE_PX = (256, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,75 +86,83 @@ class Tolerant(RasterView):
         """The tiles that were filled so far, by level, row and column."""
         return tuple(tile for _, tile in sorted(self._bad.copy().items()))
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        if self.on_error == "fill" and self._has_bad(x, y, w, h, level):
-            return self._filled(x, y, w, h, level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        if self.on_error == "fill" and self._has_bad(rectangle):
+            return self._filled(rectangle)
         try:
-            pixels = self.image.read(x, y, w, h, level)
+            pixels = rectangle.read(self.image)
         except SourceError as error:
             if self.on_error == "raise":
                 raise
             if self.on_error == "skip":
                 raise SkipSlideError(f"{error} (on_error='skip': leave this slide out)") from error
-            return self._filled(x, y, w, h, level)
+            return self._filled(rectangle)
         if self.on_error == "fill":
-            self._note_good(x, y, w, h, level)
+            self._note_good(rectangle)
         return pixels
 
-    def _filled(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _filled(self, rectangle: Rectangle) -> Pixels:
         """Read tile by tile, so that only damaged tiles are lost."""
-        width_px, height_px = self.level_dimensions[level]
-        tile_w, tile_h = self.level_tiles_px[level] or (_FALLBACK_TILE_PX, _FALLBACK_TILE_PX)
-        out = np.empty((h, w, self.num_channels), self.dtype)
-        for top in _tile_edges(y, h, tile_h):
-            for left in _tile_edges(x, w, tile_w):
-                rectangle = (slice(max(top, y) - y, min(top + tile_h, y + h) - y), slice(max(left, x) - x, min(left + tile_w, x + w) - x))
-                whole_w, whole_h = min(tile_w, width_px - left), min(tile_h, height_px - top)
-                is_damaged = (level, top, left) in self._bad
-                pixels = None if is_damaged else self._tile(left, top, whole_w, whole_h, level)
-                if pixels is None:
-                    out[rectangle] = self.background
-                else:
-                    out[rectangle] = pixels[max(top, y) - top : y + h - top, max(left, x) - left : x + w - left]
+        out = np.empty((*rectangle.shape, self.num_channels), self.dtype)
+        for tile in self._tiles(rectangle):
+            overlap = tile.intersect(rectangle)
+            pixels = None if self._key(tile) in self._bad else self._tile(tile)
+            out[overlap.slices_in(rectangle)] = self.background if pixels is None else pixels[overlap.slices_in(tile)]
         return out
 
-    def _tile(self, x: int, y: int, w: int, h: int, level: int) -> Pixels | None:
+    def _tiles(self, rectangle: Rectangle) -> Iterator[Rectangle]:
+        """Tiles of the level that overlap a rectangle, row by row."""
+        level = rectangle.level
+        width, height = self.level_tiles_px[level] or _FALLBACK_TILE_PX
+        whole = Rectangle.of(0, 0, *self.level_dimensions[level], level)
+        rows, columns = rectangle.cells((width, height))
+        for row, column in product(rows, columns):
+            yield whole.intersect(Rectangle.of(column * width, row * height, width, height))
+
+    @staticmethod
+    def _key(tile: Rectangle) -> tuple[int, int, int]:
+        return tile.level, tile.rows.start, tile.columns.start
+
+    def _tile(self, tile: Rectangle) -> Pixels | None:
+        """Pixels of a tile; ``None`` for a damaged one, which is noted."""
         try:
-            pixels = self.image.read(x, y, w, h, level)
+            pixels = tile.read(self.image)
         except SourceError as error:
-            bad = BadTile(level=level, x=x, y=y, width_px=w, height_px=h, reason=str(error))
-            if self._was_good(x, y, level):
+            height_px, width_px = tile.shape
+            level, y, x = self._key(tile)
+            bad = BadTile(level=level, x=x, y=y, width_px=width_px, height_px=height_px, reason=str(error))
+            if self._was_good(tile):
                 raise SourceError(
                     f"{bad} of {self.image!r} was read before and cannot be read any more ({error}); filling it now would change the "
                     "image within the step. Start the step again."
                 ) from error
             self._bad[level, y, x] = bad
             return None
-        self._note_good(x, y, w, h, level)
+        self._note_good(tile)
         return pixels
 
-    def _has_bad(self, x: int, y: int, w: int, h: int, level: int) -> bool:
+    def _has_bad(self, rectangle: Rectangle) -> bool:
         """True if a rectangle touches tiles that were filled before. In a file without tiles each read determines the loss again."""
-        tile = self.level_tiles_px[level]
-        if tile is None or not self._bad:
+        if self.level_tiles_px[rectangle.level] is None or not self._bad:
             return False
-        return any((level, top, left) in self._bad for top in _tile_edges(y, h, tile[1]) for left in _tile_edges(x, w, tile[0]))
+        return any(self._key(tile) in self._bad for tile in self._tiles(rectangle))
 
-    def _note_good(self, x: int, y: int, w: int, h: int, level: int) -> None:
+    def _note_good(self, rectangle: Rectangle) -> None:
+        level = rectangle.level
         tile, (width_px, height_px) = self.level_tiles_px[level], self.level_dimensions[level]
         if tile is None:
             return
         if level not in self._good:
             self._good[level] = np.zeros((-(-height_px // tile[1]), -(-width_px // tile[0])), np.bool_)
-        self._good[level][y // tile[1] : (y + h - 1) // tile[1] + 1, x // tile[0] : (x + w - 1) // tile[0] + 1] = True
+        rows, columns = rectangle.cells(tile)
+        self._good[level][rows.start : rows.stop, columns.start : columns.stop] = True
 
-    def _was_good(self, x: int, y: int, level: int) -> bool:
-        tile = self.level_tiles_px[level]
-        return tile is not None and level in self._good and bool(self._good[level][y // tile[1], x // tile[0]])
+    def _was_good(self, tile: Rectangle) -> bool:
+        size = self.level_tiles_px[tile.level]
+        if size is None or tile.level not in self._good:
+            return False
+        rows, columns = tile.cells(size)
+        return bool(self._good[tile.level][rows.start, columns.start])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bad": self._bad.copy()}
-
-
-def _tile_edges(start: int, extent: int, tile_px: int) -> Iterator[int]:
-    yield from range(start - start % tile_px, start + extent, tile_px)

@@ -15,7 +15,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +23,7 @@ import numpy as np
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.errors import BudgetError, SftError, SourceError, reason_text
 from sft.sources.georeference import Georeference
-from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
+from sft.sources.image import ImageFacts, LevelledImage, Pixels, Rectangle, Size
 from sft.sources.readers.remote import source_path
 
 __all__ = ["COSTLY_BYTES", "DEFAULT_DECODE_BYTES", "DecodedFile", "FileImage", "ReadCostWarning", "check_decode_bytes"]
@@ -65,12 +64,12 @@ class FileImage(LevelledImage, Generic[Handle]):
         """Read the metadata of the file."""
 
     @abstractmethod
-    def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, handle: Handle, rectangle: Rectangle) -> Pixels:
         """A rectangle inside the level, into a new array."""
 
-    def _read_channels(self, handle: Handle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+    def _read_channels(self, handle: Handle, rectangle: Rectangle, channels: Sequence[int]) -> Pixels:
         """Some channels of a rectangle inside the level; readers whose channels are stored apart read only these."""
-        return np.ascontiguousarray(self._read(handle, x, y, w, h, level)[..., list(channels)])
+        return np.ascontiguousarray(self._read(handle, rectangle)[..., list(channels)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
@@ -167,7 +166,7 @@ class FileImage(LevelledImage, Generic[Handle]):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        return self._read_guarded(self._read, x, y, w, h, level)
+        return self._read_guarded(self._read, self._rectangle(x, y, w, h, level))
 
     def read_channels(self, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
         """Read a rectangle of some channels, by their numbers.
@@ -176,13 +175,10 @@ class FileImage(LevelledImage, Generic[Handle]):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        return self._read_guarded(partial(self._read_channels, channels=channels), x, y, w, h, level)
+        return self._read_guarded(partial(self._read_channels, channels=channels), self._rectangle(x, y, w, h, level))
 
-    def _read_guarded(self, read: Callable[..., Pixels], *rectangle: int) -> Pixels:
-        x, y, w, h, level = map(index, rectangle)
-        check_level(repr(self), level, len(self.level_dimensions))
-        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-        return self._guarded(lambda: read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}")
+    def _read_guarded(self, read: Callable[[Handle, Rectangle], Pixels], rectangle: Rectangle) -> Pixels:
+        return self._guarded(lambda: read(self._handle(), rectangle), f"read {rectangle} of {self.path}")
 
     def _handle(self) -> Handle:
         opened = self._opened

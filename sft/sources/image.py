@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from operator import index
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
+from sft.common.interval import Interval
 from sft.common.legacy_names import restore_fields
 from sft.sources.georeference import Georeference
 
@@ -38,6 +40,7 @@ __all__ = [
     "LevelledImage",
     "Pixels",
     "Raster",
+    "Rectangle",
     "Size",
     "StatedResolution",
     "check_level",
@@ -46,12 +49,14 @@ __all__ = [
     "missing_extra",
     "pixel_dtype",
     "read_strips",
-    "rectangle_text",
     "valid_mpp",
 ]
 
 #: Pixels of one rectangle, height x width x channels, of the image's element type (`pixel_dtype`).
 Pixels = npt.NDArray[Any]
+#: (width, height) in px.
+Size = tuple[int, int]
+WHITE = (255, 255, 255)
 
 
 @runtime_checkable
@@ -91,6 +96,94 @@ def pixel_dtype(image: object) -> np.dtype[Any]:
     return stated if isinstance(stated, np.dtype) else np.dtype(np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Some columns and rows of one level of an image.
+
+    >>> rectangle = Rectangle.of(3, 4, 10, 20, level=1)
+    >>> str(rectangle), rectangle.shape
+    ('columns [3, 13) and rows [4, 24) of level 1', (20, 10))
+    >>> rectangle.intersect(Rectangle.of(0, 0, 5, 6, level=1)).slices_in(rectangle)
+    (slice(0, 2, None), slice(0, 2, None))
+    """
+
+    columns: Interval
+    rows: Interval
+    level: int = 0
+
+    @classmethod
+    def of(cls, x: int, y: int, w: int, h: int, level: int = 0) -> Rectangle:
+        """The rectangle with the arguments of `Image.read`; NumPy integers become Python integers."""
+        x, y = index(x), index(y)
+        return cls(Interval(x, x + index(w)), Interval(y, y + index(h)), index(level))
+
+    def __str__(self) -> str:
+        columns, rows = self.columns, self.rows
+        return f"columns [{columns.start}, {columns.stop}) and rows [{rows.start}, {rows.stop}) of level {self.level}"
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """Left column, upper row, width and height: the first arguments of `Image.read`."""
+        return self.columns.start, self.rows.start, len(self.columns), len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and of columns: the shape of an array of the pixels."""
+        return len(self.rows), len(self.columns)
+
+    def intersect(self, other: Rectangle) -> Rectangle:
+        """The pixels in both."""
+        return Rectangle(self.columns.intersect(other.columns), self.rows.intersect(other.rows), self.level)
+
+    def shift(self, x: int, y: int) -> Rectangle:
+        """The rectangle translated by `x` columns and `y` rows."""
+        return Rectangle(self.columns.shift(x), self.rows.shift(y), self.level)
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Index of the pixels in an array of the level."""
+        return slice(self.rows.start, self.rows.stop), slice(self.columns.start, self.columns.stop)
+
+    def slices_in(self, outer: Rectangle) -> tuple[slice, slice]:
+        """Index of the pixels in an array of the pixels of `outer`."""
+        return self.shift(-outer.columns.start, -outer.rows.start).slices
+
+    def cells(self, cell_px: Size) -> tuple[range, range]:
+        """Numbers of the rows and of the columns of cells that overlap, in a grid of cells of (width, height).
+
+        >>> Rectangle.of(3, 4, 10, 20).cells((5, 8))
+        (range(0, 3), range(0, 3))
+        """
+        (width, height), columns, rows = cell_px, self.columns, self.rows
+        return range(rows.start // height, -(-rows.stop // height)), range(columns.start // width, -(-columns.stop // width))
+
+    def read(self, image: Image) -> Pixels:
+        """The pixels of an image.
+
+        Raises:
+            InputError, SourceError: as `Image.read`.
+        """
+        return image.read(*self.arguments, self.level) if self.level else image.read(*self.arguments)
+
+    def check_inside(self, name: str, size: Size) -> None:
+        """Refuse a rectangle that is empty or not wholly inside a level of this size.
+
+        Raises:
+            InputError: the rectangle is empty or reaches outside.
+        """
+        columns, rows, (width_px, height_px) = self.columns, self.rows, size
+        if not columns or not rows:
+            raise InputError(
+                f"cannot read {columns.stop - columns.start} x {rows.stop - rows.start} px of {name}: a rectangle has at least one pixel. "
+                "Give w >= 1 and h >= 1."
+            )
+        if not Interval(0, width_px).contains(columns) or not Interval(0, height_px).contains(rows):
+            raise InputError(
+                f"cannot read columns [{columns.start}, {columns.stop}) and rows [{rows.start}, {rows.stop}) of {name}: it is "
+                f"{width_px} px wide and {height_px} px high. Clip the rectangle to the image; pixels outside it have no value."
+            )
+
+
 def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, height_px: int) -> None:
     """Refuse a rectangle that is empty or not wholly inside an image of `width_px` x `height_px`.
 
@@ -103,13 +196,7 @@ def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, heigh
     Raises:
         InputError: the rectangle is empty or reaches outside.
     """
-    if w < 1 or h < 1:
-        raise InputError(f"cannot read {w} x {h} px of {name}: a rectangle has at least one pixel. Give w >= 1 and h >= 1.")
-    if x < 0 or y < 0 or x + w > width_px or y + h > height_px:
-        raise InputError(
-            f"cannot read columns [{x}, {x + w}) and rows [{y}, {y + h}) of {name}: it is {width_px} px wide and "
-            f"{height_px} px high. Clip the rectangle to the image; pixels outside it have no value."
-        )
+    Rectangle.of(x, y, w, h).check_inside(name, (width_px, height_px))
 
 
 def read_strips(image: Image, rows: int) -> Iterator[Pixels]:
@@ -140,11 +227,6 @@ def dtype_range(dtype: np.dtype[Any]) -> tuple[float, float]:
         return -inf, inf
     limits = np.iinfo(dtype)
     return int(limits.min), int(limits.max)
-
-
-#: (width, height) in px.
-Size = tuple[int, int]
-WHITE = (255, 255, 255)
 
 
 @runtime_checkable
@@ -255,20 +337,22 @@ class LevelledImage(ABC):
         tile = self.level_tiles_px[0]
         return None if tile is None else tile[1]
 
+    def _rectangle(self, x: int, y: int, w: int, h: int, level: int) -> Rectangle:
+        """The rectangle of a read.
+
+        Raises:
+            InputError: the level does not exist or the rectangle is not inside it.
+        """
+        rectangle = Rectangle.of(x, y, w, h, level)
+        check_level(repr(self), rectangle.level, len(self.level_dimensions))
+        rectangle.check_inside(f"{self} at level {rectangle.level}", self.level_dimensions[rectangle.level])
+        return rectangle
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def rectangle_text(x: int, y: int, w: int, h: int, level: int) -> str:
-    """A rectangle in words.
-
-    >>> rectangle_text(3, 4, 10, 20, 1)
-    'columns [3, 13) and rows [4, 24) of level 1'
-    """
-    return f"columns [{x}, {x + w}) and rows [{y}, {y + h}) of level {level}"
 
 
 def check_level(name: str, level: int, num_levels: int) -> None:

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.image import Image, Pixels, Raster, Size, dtype_range
+from sft.sources.image import Image, Pixels, Raster, Rectangle, Size, dtype_range
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.views import AtLevel, OneLevelView, RasterView, resolve_mpp
 
@@ -172,26 +172,26 @@ class Resampled(OneLevelView):
         self._blocks.forget()
         super().close()
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, rectangle: Rectangle) -> Pixels:
         scale_x, scale_y = self.scale
-        columns = _covered(Interval(x, x + w), scale_x)
-        is_whole = (x, w) == (0, self.width_px)
-        # Beside the whole width, rows are shared within this call only.
-        blocks = self._blocks if is_whole else RowBlocks(self.image, columns)
-        out = np.empty((h, w, self.num_channels), self.dtype)
+        columns, rows_below = _covered(rectangle.columns, scale_x), _covered(rectangle.rows, scale_y)
+        # Of narrower rectangles, rows are shared within this call only.
+        blocks = self._blocks if len(rectangle.columns) == self.width_px else RowBlocks(self.image, columns)
+        out = np.empty((*rectangle.shape, self.num_channels), self.dtype)
         weight = scale_x.numerator * scale_y.numerator
         is_integer = out.dtype.kind != "f"
         dtype = np.float32 if is_integer and _largest_value(out.dtype) * 2 * weight < _MAX_SUM_32 else np.float64
         piece_rows = max(1, _PIECE_BYTES // (len(columns) * self.num_channels))
         step = max(1, int(piece_rows / scale_y))
-        for top in range(y, y + h, step):
-            output_rows = Interval(top, min(top + step, y + h))
+        first, last = rectangle.rows.start, rectangle.rows.stop
+        for top in range(first, last, step):
+            output_rows = Interval(top, min(top + step, last))
             rows = _covered(output_rows, scale_y)
-            pixels = blocks.rows(rows, within=_covered(Interval(y, y + h), scale_y))[:, : len(columns)]
-            sums = _sum_columns(_sum_rows(pixels, rows.start, output_rows, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
+            pixels = blocks.rows(rows, within=rows_below)[:, : len(columns)]
+            sums = _sum_columns(_sum_rows(pixels, rows.start, output_rows, scale_y, dtype), columns.start, rectangle.columns, scale_x)
             # Half up: no quotient is so near to an integer that the division could reach it.
             means = np.floor((2 * sums + weight) / (2 * weight)) if is_integer else sums / weight
-            out[top - y : output_rows.stop - y] = means.astype(out.dtype)
+            out[top - first : output_rows.stop - first] = means.astype(out.dtype)
         return out
 
 

@@ -22,7 +22,7 @@ from sft.common.array_types import BoolArray
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
-from sft.sources.image import Image, Pixels, pixel_dtype
+from sft.sources.image import Image, Pixels, Rectangle, Size, pixel_dtype
 from sft.sources.normalize import PixelRows, normalizer_of
 from sft.sources.resample import Resampled
 from sft.sources.source import check_rows, check_samples
@@ -177,8 +177,8 @@ class Tiles(PixelRows):
     def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Pixels, Tensor], None]) -> None:
         if not interval:
             return
-        boxes = [(int(x), int(y) + interval.start, self.shape[3], len(interval)) for x, y in self.positions_px]
-        for index, pixels in enumerate(self._cells.boxes(boxes)):
+        rectangles = [Rectangle.of(x, y + interval.start, self.shape[3], len(interval)) for x, y in self.positions_px]
+        for index, pixels in enumerate(self._cells.read_all(rectangles)):
             fill(pixels, out[index])
 
     def forget(self) -> None:
@@ -260,57 +260,55 @@ class _Cells:
         """Drop all cells."""
         self._known = {}
 
-    def boxes(self, boxes: Sequence[tuple[int, int, int, int]]) -> Iterator[Pixels]:
-        """Pixels of rectangles (x, y, w, h), one after another."""
+    def read_all(self, rectangles: Sequence[Rectangle]) -> Iterator[Pixels]:
+        """Pixels of rectangles, one after another."""
         if self._cell_px is None:
-            yield from (self._read(*box) for box in boxes)
+            yield from map(self._read, rectangles)
             return
         first = 0
-        while first < len(boxes):
+        while first < len(rectangles):
             # Cells of several rectangles are decoded in one read, in parallel, as far as half of the budget goes.
-            cells = dict.fromkeys(self._cells_of(boxes[first]))
+            cells = dict.fromkeys(self._cells_of(rectangles[first]))
             last = first + 1
-            while last < len(boxes):
-                more = cells | dict.fromkeys(self._cells_of(boxes[last]))
+            while last < len(rectangles):
+                more = cells | dict.fromkeys(self._cells_of(rectangles[last]))
                 if sum(map(self._num_bytes, more)) > self._budget_bytes // 2:
                     break
                 cells, last = more, last + 1
             pixels = self._decoded(cells)
-            yield from (self._assembled(box, pixels) for box in boxes[first:last])
+            yield from (self._assembled(rectangle, pixels) for rectangle in rectangles[first:last])
             first = last
 
-    def _cells_of(self, box: tuple[int, int, int, int]) -> list[_Cell]:
-        (x, y, w, h), (width, height) = box, self._grid
-        return [
-            (column, row) for row in range(y // height, (y + h - 1) // height + 1) for column in range(x // width, (x + w - 1) // width + 1)
-        ]
+    def _cells_of(self, rectangle: Rectangle) -> list[_Cell]:
+        rows, columns = rectangle.cells(self._grid)
+        return [(column, row) for row in rows for column in columns]
 
     @property
-    def _grid(self) -> tuple[int, int]:
+    def _grid(self) -> Size:
         assert self._cell_px is not None
         return self._cell_px
 
-    def _extent(self, cell: _Cell) -> tuple[int, int]:
-        """Width and height of a cell inside the image."""
+    def _place(self, cell: _Cell, num_columns: int = 1) -> Rectangle:
+        """Pixels of a cell, and of the next ones of its row, inside the image."""
         (column, row), (width, height) = cell, self._grid
-        return min(width, self._image.width_px - column * width), min(height, self._image.height_px - row * height)
+        cells = Rectangle.of(column * width, row * height, num_columns * width, height)
+        return cells.intersect(Rectangle.of(0, 0, self._image.width_px, self._image.height_px))
 
     def _num_bytes(self, cell: _Cell) -> int:
-        width, height = self._extent(cell)
+        height, width = self._place(cell).shape
         return width * height * self._num_channels * pixel_dtype(self._image).itemsize
 
     def _decoded(self, cells: Collection[_Cell]) -> Mapping[_Cell, Pixels]:
         """Pixels of cells; those decoded now are kept, in place of the least recently used ones."""
         cached = self._known
         pixels = {cell: cached[cell] for cell in cells if cell in cached}
-        (width, height), missing = self._grid, sorted((cell for cell in cells if cell not in pixels), key=lambda cell: (cell[1], cell[0]))
+        missing = sorted((cell for cell in cells if cell not in pixels), key=lambda cell: (cell[1], cell[0]))
         for run in _runs(missing):
-            (column, row), num_columns = run[0], len(run)
-            run_width = (num_columns - 1) * width + self._extent(run[-1])[0]
-            strip = self._read(column * width, row * height, run_width, self._extent(run[0])[1])
-            for number, cell in enumerate(run):
-                cell_pixels = strip[:, number * width : (number + 1) * width]
-                pixels[cell] = cell_pixels if num_columns == 1 else cell_pixels.copy()  # a view would keep the bytes of the full run
+            place = self._place(run[0], len(run))
+            strip = self._read(place)
+            for cell in run:
+                cell_pixels = strip[self._place(cell).slices_in(place)]
+                pixels[cell] = cell_pixels if len(run) == 1 else cell_pixels.copy()  # a view would keep the bytes of the full run
         self.num_decoded += len(missing)
         recent = {cell: kept for cell, kept in cached.items() if cell not in pixels} | pixels
         num_bytes = sum(kept.nbytes for kept in recent.values())
@@ -321,29 +319,27 @@ class _Cells:
         self._known = recent
         return pixels
 
-    def _assembled(self, box: tuple[int, int, int, int], cells: Mapping[_Cell, Pixels]) -> Pixels:
+    def _assembled(self, rectangle: Rectangle, cells: Mapping[_Cell, Pixels]) -> Pixels:
         """A rectangle of pixels of decoded cells."""
-        (x, y, w, h), (width, height) = box, self._grid
-        out = np.empty((h, w, self._num_channels), pixel_dtype(self._image))
-        for column, row in self._cells_of(box):
-            pixels, left, top = cells[column, row], column * width, row * height
-            columns = Interval(max(x, left), min(x + w, left + pixels.shape[1]))
-            rows = Interval(max(y, top), min(y + h, top + pixels.shape[0]))
-            overlap = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
-            out[rows.start - y : rows.stop - y, columns.start - x : columns.stop - x] = overlap
+        out = np.empty((*rectangle.shape, self._num_channels), pixel_dtype(self._image))
+        for cell in self._cells_of(rectangle):
+            place = self._place(cell)
+            overlap = place.intersect(rectangle)
+            out[overlap.slices_in(rectangle)] = cells[cell][overlap.slices_in(place)]
         return out
 
-    def _read(self, x: int, y: int, w: int, h: int) -> Pixels:
-        pixels = self._image.read(x, y, w, h)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        pixels = rectangle.read(self._image)
         expected = pixel_dtype(self._image)
         if pixels.ndim != 3 or pixels.shape[2] != self._num_channels or pixels.dtype.name != expected.name:
             raise InputError(
                 f"cannot use pixels of shape {pixels.shape} and {pixels.dtype} from {self._image}: expected {expected} [height, width, "
                 f"{self._num_channels}]. Convert the image, or give as many means as it has channels."
             )
-        if pixels.shape[:2] != (h, w):
+        if pixels.shape[:2] != rectangle.shape:
             raise SourceError(
-                f"cannot use tiles of {self._image}: it returned {pixels.shape[1]} x {pixels.shape[0]} px instead of {w} x {h}. "
+                f"cannot use tiles of {self._image}: it returned {pixels.shape[1]} x {pixels.shape[0]} px instead of "
+                f"{len(rectangle.columns)} x {len(rectangle.rows)}. "
                 "Its read() must return the rectangle of its arguments."
             )
         return pixels

@@ -5,6 +5,7 @@ Views nest in any order, store no pixels of their own (except `sft.sources.Cache
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import index
 from typing import Any
 
@@ -14,7 +15,7 @@ from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, pixel_dtype, valid_mpp
+from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Rectangle, Size, check_level, pixel_dtype, valid_mpp
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
 
@@ -135,17 +136,11 @@ class RasterView(LevelledImage):
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read a rectangle; see `sft.sources.Image`."""
-        return self._read(*self._checked(x, y, w, h, level))
+        return self._read(self._rectangle(x, y, w, h, level))
 
-    def _checked(self, x: int, y: int, w: int, h: int, level: int) -> tuple[int, int, int, int, int]:
-        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
-        check_level(repr(self), level, len(self.level_dimensions))
-        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-        return x, y, w, h, level
-
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        """A rectangle inside the level, into a new array."""
-        return self.image.read(x, y, w, h, level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        """A rectangle inside its level, into a new array."""
+        return rectangle.read(self.image)
 
 
 class OneLevelView(RasterView):
@@ -242,8 +237,8 @@ class AtLevel(RasterView):
         georeference = super().georeference
         return None if georeference is None else georeference.scaled(*self._downsample)
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        return self.image.read(x, y, w, h, self.level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        return replace(rectangle, level=self.level).read(self.image)
 
 
 class WithMpp(RasterView):
@@ -293,7 +288,7 @@ class Cropped(OneLevelView):
     def __init__(self, image: Image, *, x: int, y: int, w: int, h: int) -> None:
         super().__init__(image)
         self.x, self.y, self._size = index(x), index(y), (index(w), index(h))
-        check_region(repr(image), self.x, self.y, *self._size, image.width_px, image.height_px)
+        Rectangle.of(self.x, self.y, *self._size).check_inside(repr(image), (image.width_px, image.height_px))
         self._blocks = RowBlocks(image, Interval(self.x, self.x + self._size[0]))
 
     def __repr__(self) -> str:
@@ -323,10 +318,9 @@ class Cropped(OneLevelView):
         equal = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
         return equal[start : start + extent]
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        if (x, w) == (0, self.width_px):
-            return self._blocks.rows(Interval(y + self.y, y + self.y + h))
-        return self.image.read(x + self.x, y + self.y, w, h)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        below = rectangle.shift(self.x, self.y)
+        return self._blocks.rows(below.rows) if len(below.columns) == self.width_px else below.read(self.image)
 
 
 def resolve_mpp(mpp: float | tuple[float, float], name: str) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from sft.common.errors import InputError, SourceError, reason_text, some_names
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.georeference import Georeference
-from sft.sources.image import LevelledImage, Pixels, Size, check_level, check_region, missing_extra
+from sft.sources.image import LevelledImage, Pixels, Size, missing_extra
 from sft.tissue.geojson import import_shapely, in_pixels, polygons_of, property_names, read_features
 from sft.tissue.map_polygons import MapToPixels
 from sft.tissue.polygons import Regions, check_overlap
@@ -238,11 +238,10 @@ class AnnotationLabels(LevelledImage):
         Raises:
             InputError: the rectangle is not inside the image.
         """
-        check_level(repr(self), level, 1)
-        check_region(repr(self), x, y, w, h, *self._size)
-        out = np.full((h, w, 1), self.outside, self.dtype)
+        rectangle = self._rectangle(x, y, w, h, level)
+        out = np.full((*rectangle.shape, 1), self.outside, self.dtype)
         for label, regions in self.layers:
-            out[regions.region(x, y, w, h, step=self.scale)] = label
+            out[regions.region(*rectangle.arguments, step=self.scale)] = label
         return out
 
 

@@ -21,7 +21,7 @@ from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SourceError, reason_text, typed
 from sft.common.interval import Interval
-from sft.sources.image import Image, Pixels, dtype_range, missing_extra
+from sft.sources.image import Image, Pixels, Rectangle, dtype_range, missing_extra
 from sft.sources.labels import size_problem
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.polygons import MaskArray, Regions, check_overlap
@@ -296,27 +296,27 @@ class Masked(OneLevelView):
             self._known[part, columns] = np.concatenate(pieces)
         return self._known[part, columns]
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        inside = self.mask.region(x, y, w, h)
-        out = np.empty((h, w, self.num_channels), self.dtype)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        inside = self.mask.region(*rectangle.arguments)
+        out = np.empty((*rectangle.shape, self.num_channels), self.dtype)
         out[:] = self._background
-        for left, right in self._runs(np.asarray(inside.any(axis=0)), x):
-            columns_inside = inside[:, left - x : right - x]
-            np.copyto(out[:, left - x : right - x], self.image.read(left, y, right - left, h), where=columns_inside[..., None])
+        for columns in self._runs(np.asarray(inside.any(axis=0)), rectangle.columns):
+            piece = replace(rectangle, columns=columns)
+            place = piece.slices_in(rectangle)
+            np.copyto(out[place], piece.read(self.image), where=inside[place][..., None])
         return out
 
-    def _runs(self, used: MaskArray, x: int) -> list[tuple[int, int]]:
-        """Stretches of columns to read, ``[left, right)``: whole tiles, neighbours together, cut to the rectangle."""
-        columns = np.flatnonzero(used) + x
-        if not len(columns):
+    def _runs(self, used: MaskArray, columns: Interval) -> list[Interval]:
+        """Stretches of columns to read: whole tiles, neighbours together, cut to the rectangle."""
+        if not used.any():
             return []
         tile = self._tile_px()
         if tile is None:
-            return [(x, x + len(used))]
-        tiles = np.unique(columns // tile[0])
+            return [columns]
+        tiles = np.unique((np.flatnonzero(used) + columns.start) // tile[0])
         breaks = np.flatnonzero(np.diff(tiles) > 1) + 1
         stretches = np.split(tiles, breaks)
-        return [(max(x, int(run[0]) * tile[0]), min(x + len(used), (int(run[-1]) + 1) * tile[0])) for run in stretches]
+        return [columns.intersect(Interval(int(run[0]) * tile[0], (int(run[-1]) + 1) * tile[0])) for run in stretches]
 
 
 def crop_to_tissue(image: Image, mask: TissueMask, *, margin_px: int = 0, background: tuple[int, ...] | None = None) -> Cropped:

@@ -18,7 +18,7 @@ import numpy as np
 
 from sft.common.errors import InputError, some_names, typed
 from sft.sources.georeference import Georeference
-from sft.sources.image import Image, LevelledImage, Pixels, Size, check_level, check_region
+from sft.sources.image import Image, LevelledImage, Pixels, Rectangle, Size
 from sft.sources.readers.geotiff import same_coordinate_system
 from sft.sources.views import RasterView
 
@@ -95,10 +95,6 @@ class _Composite(LevelledImage):
     def _refusal(self, name: str, reason: str, remedy: str) -> InputError:
         return InputError(f"cannot join {name} and {self.names[0]}: {reason}. {remedy}.")
 
-    def _check(self, x: int, y: int, w: int, h: int, level: int) -> None:
-        check_level(repr(self), level, len(self.level_dimensions))
-        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-
 
 class Mosaic(_Composite):
     """Files at different places of one grid of map coordinates, as one image of one level.
@@ -161,16 +157,15 @@ class Mosaic(_Composite):
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read a rectangle; see `sft.sources.Image`."""
-        self._check(x, y, w, h, level)
-        out = np.empty((h, w, self.num_channels), self.dtype)
+        rectangle = self._rectangle(x, y, w, h, level)
+        out = np.empty((*rectangle.shape, self.num_channels), self.dtype)
         out[:] = self.background
         for (left, top), image in zip(self.offsets, self.images, strict=True):
-            x0, y0 = max(x, left), max(y, top)
-            x1, y1 = min(x + w, left + image.width_px), min(y + h, top + image.height_px)
-            if x0 >= x1 or y0 >= y1:
+            overlap = rectangle.intersect(Rectangle.of(left, top, image.width_px, image.height_px))
+            if not overlap.columns or not overlap.rows:
                 continue
-            pixels = image.read(x0 - left, y0 - top, x1 - x0, y1 - y0)
-            target = out[y0 - y : y1 - y, x0 - x : x1 - x]
+            pixels = overlap.shift(-left, -top).read(image)
+            target = out[overlap.slices_in(rectangle)]
             if self.nodata is None:
                 target[:] = pixels
             else:
@@ -281,13 +276,13 @@ class ChannelStack(_Composite):
 
     def read_channels(self, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
         """Read a rectangle of some channels, from the files that have them."""
-        self._check(x, y, w, h, level)
-        out = np.empty((h, w, len(channels)), self.dtype)
+        rectangle = self._rectangle(x, y, w, h, level)
+        out = np.empty((*rectangle.shape, len(channels)), self.dtype)
         first = 0
         for image in self.images:
             places = [place for place, channel in enumerate(channels) if first <= channel < first + image.num_channels]
             if places:
-                pixels = image.read(x, y, w, h, level)
+                pixels = rectangle.read(image)
                 out[..., places] = pixels[..., [channels[place] - first for place in places]]
             first += image.num_channels
         return out
@@ -334,12 +329,12 @@ class ChannelSelection(RasterView):
         background = super().background
         return tuple(background[channel] for channel in self.channels)
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, rectangle: Rectangle) -> Pixels:
         read_channels = getattr(self.image, "read_channels", None)
-        if read_channels is not None:
-            pixels: Pixels = read_channels(x, y, w, h, level, self.channels)
-            return pixels
-        return np.ascontiguousarray(self.image.read(x, y, w, h, level)[..., list(self.channels)])
+        if read_channels is None:
+            return np.ascontiguousarray(rectangle.read(self.image)[..., list(self.channels)])
+        pixels: Pixels = read_channels(*rectangle.arguments, rectangle.level, self.channels)
+        return pixels
 
     def _number(self, channel: Channel) -> int:
         names, count = super().channel_names, super().num_channels

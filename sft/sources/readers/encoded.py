@@ -21,7 +21,7 @@ import numpy as np
 from sft.common.byte_units import format_bytes
 from sft.common.errors import SourceError
 from sft.sources.file_image import DecodedFile
-from sft.sources.image import ImageFacts, Pixels, missing_extra
+from sft.sources.image import ImageFacts, Pixels, Rectangle, missing_extra
 
 __all__ = ["EncodedImage", "encoded_format"]
 
@@ -108,10 +108,10 @@ class EncodedImage(DecodedFile[_Decoded]):
             cost_note=f"a {header.kind} image is decoded completely at its first read, into {format_bytes(header.decoded_bytes)} of memory",
         )
 
-    def _read(self, handle: _Decoded, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, handle: _Decoded, rectangle: Rectangle) -> Pixels:
         if handle.pixels is None:  # threads that race here decode it twice, and keep one
             handle.pixels = _decode(self.path, handle.header)
-        return handle.pixels[y : y + h, x : x + w].copy()
+        return handle.pixels[rectangle.slices].copy()
 
 
 def _decode(path: Path, header: _Header) -> Pixels:

@@ -31,7 +31,7 @@ import numpy as np
 from sft.common.errors import InputError, SourceError
 from sft.sources.file_image import FileImage, check_decode_bytes
 from sft.sources.georeference import Georeference
-from sft.sources.image import ImageFacts, Pixels, dtype_range, missing_extra, valid_mpp
+from sft.sources.image import ImageFacts, Pixels, Rectangle, dtype_range, missing_extra, valid_mpp
 from sft.sources.normalize import PIXEL_DTYPES
 from sft.sources.readers.remote import RemotePath
 from sft.sources.readers.thread_pool import resolve_threads
@@ -162,21 +162,21 @@ class GeoImage(FileImage[_GeoHandle]):
                 "or convert it to RGB (gdal_translate -expand rgb)."
             )
 
-    def _read_channels(self, handle: _GeoHandle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+    def _read_channels(self, handle: _GeoHandle, rectangle: Rectangle, channels: Sequence[int]) -> Pixels:
         if self.mask in ("fill", "channel"):  # a pixel is invalid by all of its bands
-            return super()._read_channels(handle, x, y, w, h, level, channels)
-        out = np.empty((len(channels), h, w), self.dtype)
+            return super()._read_channels(handle, rectangle, channels)
+        out = np.empty((len(channels), *rectangle.shape), self.dtype)
         with self._environment() as rasterio, handle.lock:
             bands = [handle.bands[channel] for channel in channels]
-            handle.levels[level].read(indexes=bands, window=rasterio.windows.Window(x, y, w, h), out=out)
+            handle.levels[rectangle.level].read(indexes=bands, window=rasterio.windows.Window(*rectangle.arguments), out=out)
         return np.ascontiguousarray(out.transpose(1, 2, 0))
 
-    def _read(self, handle: _GeoHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        dataset = handle.levels[level]
+    def _read(self, handle: _GeoHandle, rectangle: Rectangle) -> Pixels:
+        dataset = handle.levels[rectangle.level]
         num_bands = len(handle.bands)
-        out = np.empty((num_bands + (self.mask == "channel"), h, w), self.dtype)
+        out = np.empty((num_bands + (self.mask == "channel"), *rectangle.shape), self.dtype)
         with self._environment() as rasterio, handle.lock:
-            window = rasterio.windows.Window(x, y, w, h)
+            window = rasterio.windows.Window(*rectangle.arguments)
             dataset.read(indexes=handle.bands, window=window, out=out[:num_bands])
             if self.mask in ("fill", "channel"):
                 valid = dataset.read_masks(indexes=handle.bands, window=window) > 0

@@ -26,7 +26,7 @@ from sft.common.errors import InputError, SourceError
 from sft.common.untrusted.foreign_files import file_format
 from sft.sources.arrays import ArrayImage
 from sft.sources.file_image import DecodedFile
-from sft.sources.image import Image, ImageFacts, Pixels, Raster, Size, missing_extra, pixel_dtype
+from sft.sources.image import Image, ImageFacts, Pixels, Raster, Rectangle, Size, missing_extra, pixel_dtype
 from sft.sources.labels import ImageLabels, IndexArray, label_cells
 from sft.sources.readers.composite import ChannelSelection
 from sft.sources.readers.geotiff import GeoImage
@@ -220,8 +220,8 @@ class PictureLabels(DecodedFile[Pixels]):
             dtype=handle.dtype.name,
         )
 
-    def _read(self, handle: Pixels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        return handle[y : y + h, x : x + w].copy()
+    def _read(self, handle: Pixels, rectangle: Rectangle) -> Pixels:
+        return handle[rectangle.slices].copy()
 
 
 def _layout(picture: Any) -> re.Match[str] | None:
@@ -295,8 +295,8 @@ class ColourLabels(RasterView):
         """0: tiles that are not stored have the colour of the file."""
         return (0,)
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        pixels = self.image.read(x, y, w, h, level).astype(np.uint32)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        pixels = rectangle.read(self.image).astype(np.uint32)
         codes = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
         places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
         unknown = self._codes[places] != codes
@@ -304,8 +304,8 @@ class ColourLabels(RasterView):
             row, column = np.argwhere(unknown)[0].tolist()
             colour = tuple(int(value) for value in pixels[row, column])
             raise InputError(
-                f"cannot read labels from {self.image}: the colour {colour} at column {x + column}, row {y + row} is not in the table, "
-                f"which has {sorted(self.colours)}. Add it to colours."
+                f"cannot read labels from {self.image}: the colour {colour} at column {rectangle.columns.start + column}, row "
+                f"{rectangle.rows.start + row} is not in the table, which has {sorted(self.colours)}. Add it to colours."
             )
         labels: Pixels = self._labels[places][..., None]
         return labels
@@ -335,8 +335,9 @@ class CellView(OneLevelView):
         """None: the image that the labels belong to states it."""
         return None
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        rows, columns = self.rows[y : y + h], self.columns[x : x + w]
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        of_rows, of_columns = rectangle.slices
+        rows, columns = self.rows[of_rows], self.columns[of_columns]
         top, left = int(rows.min()), int(columns.min())
         block = self.image.read(left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
         return np.ascontiguousarray(block[(rows - top)[:, None], columns - left])

@@ -21,7 +21,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +30,7 @@ from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.installation import install_command
 from sft.common.untrusted.foreign_files import file_format
 from sft.sources.georeference import Georeference
-from sft.sources.image import LevelledImage, Pixels, StatedResolution, check_region, read_strips
+from sft.sources.image import LevelledImage, Pixels, StatedResolution, read_strips
 from sft.sources.readers.geotiff import read_georeference
 from sft.sources.tiff.metadata import read_geo_tags
 
@@ -191,29 +190,21 @@ class Slide(LevelledImage):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        x, y, w, h = index(x), index(y), index(w), index(h)  # NumPy integers are not sizes to OpenSlide
-        facts = self._read_facts()
-        file_level = self.level + level
-        if not self.level <= file_level < len(facts.level_dimensions):
-            raise InputError(
-                f"cannot read level {level} of {self}: it has levels 0 to "
-                f"{len(facts.level_dimensions) - self.level - 1}. Choose one of them."
-            )
-        width_px, height_px = facts.level_dimensions[file_level]
-        check_region(f"{self} at level {level}", x, y, w, h, width_px, height_px)
+        rectangle = self._rectangle(x, y, w, h, level)  # of Python integers: those of NumPy are not sizes to OpenSlide
+        facts, file_level = self._read_facts(), self.level + rectangle.level
         downsample = facts.level_downsamples[file_level]
-        origin = (round(x * downsample), round(y * downsample))
+        left, top, *_ = rectangle.arguments
+        origin = (round(left * downsample), round(top * downsample))
         handle = self._open()
         try:
-            rgba = np.asarray(handle.read_region(origin, file_level, (w, h)))
+            rgba = np.asarray(handle.read_region(origin, file_level, rectangle.arguments[2:]))
         except Exception as error:
             # Only forget the handle: another thread may still be reading through it, and the last user's reference
             # closes it.
             self._opened = None
             raise SourceError(
-                f"cannot read columns [{x}, {x + w}) and rows [{y}, {y + h}) of level {level} of slide {self.path}: "
-                f"{reason_text(error)}. A compressed tile there is damaged or the file changed; copy the file again, or leave this "
-                "region out. Other regions can still be read."
+                f"cannot read {rectangle} of slide {self.path}: {reason_text(error)}. A compressed tile there is damaged or the file "
+                "changed; copy the file again, or leave this region out. Other regions can still be read."
             ) from error
         return _composite(rgba, facts.background)
 

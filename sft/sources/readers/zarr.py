@@ -22,7 +22,7 @@ import numpy as np
 from sft.common.errors import InputError, SourceError, reason_text, some_names
 from sft.sources.file_image import FileImage
 from sft.sources.host_arrays import Layout, resolve_layout
-from sft.sources.image import ImageFacts, Pixels, Size, missing_extra, valid_mpp
+from sft.sources.image import ImageFacts, Pixels, Rectangle, Size, missing_extra, valid_mpp
 from sft.sources.normalize import PIXEL_DTYPES
 from sft.sources.readers.remote import RemotePath, remote_path
 
@@ -237,17 +237,17 @@ class ZarrImage(FileImage[_ZarrLevels]):
             channel_names=handle.channel_names if len(handle.channel_names) == num_channels else (),
         )
 
-    def _read_channels(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+    def _read_channels(self, handle: _ZarrLevels, rectangle: Rectangle, channels: Sequence[int]) -> Pixels:
         """Chunks of other channels are not decoded, if each channel has its own."""
-        if "c" not in handle.axes or handle.arrays[level].chunks[handle.axes.index("c")] > 1:
-            return super()._read_channels(handle, x, y, w, h, level, channels)
-        return np.concatenate([self._read_part(handle, x, y, w, h, level, slice(channel, channel + 1)) for channel in channels], axis=2)
+        if "c" not in handle.axes or handle.arrays[rectangle.level].chunks[handle.axes.index("c")] > 1:
+            return super()._read_channels(handle, rectangle, channels)
+        return np.concatenate([self._read_slice(handle, rectangle, slice(channel, channel + 1)) for channel in channels], axis=2)
 
-    def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        return self._read_part(handle, x, y, w, h, level, slice(None))
+    def _read(self, handle: _ZarrLevels, rectangle: Rectangle) -> Pixels:
+        return self._read_slice(handle, rectangle, slice(None))
 
-    def _read_part(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: slice) -> Pixels:
-        index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": channels}
+    def _read_slice(self, handle: _ZarrLevels, rectangle: Rectangle, channels: slice) -> Pixels:
+        index, level = {**dict(zip("yx", rectangle.slices, strict=True)), "c": channels}, rectangle.level
         pixels = _as_pixels(np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)]))
         description = handle.descriptions[level]
         if description is not None and not description.is_file():

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +34,7 @@ import numpy as np
 from sft.common.byte_units import format_bytes
 from sft.common.errors import SftError, SourceError, reason_text
 from sft.sources.file_image import COSTLY_BYTES, FileImage, check_decode_bytes
-from sft.sources.image import ImageFacts, Pixels, StatedResolution, missing_extra
+from sft.sources.image import ImageFacts, Pixels, Rectangle, StatedResolution, missing_extra
 from sft.sources.readers.geotiff import georeference_mpp, read_georeference
 from sft.sources.readers.remote import remote_path
 from sft.sources.readers.thread_pool import for_each, resolve_threads
@@ -145,10 +144,10 @@ class TiffImage(FileImage[_TiffHandle]):
             beyond = np.flatnonzero(((ends > num_bytes) | (offsets < _MIN_OFFSET)) & (sizes > 0))
             if len(beyond):
                 beyond %= len(level.planes[0].offsets)
-                down, across = divmod(int(beyond[0]), level.num_across)
+                place = level.place(int(beyond[0]))
                 raise SourceError(
                     f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} are outside its "
-                    f"data, the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
+                    f"data, the first at column {place.columns.start}, row {place.rows.start}. It is cut short or "
                     'damaged; compare its size with the original and copy it again, or read the intact tiles with on_error="fill".'
                 )
 
@@ -201,65 +200,66 @@ class TiffImage(FileImage[_TiffHandle]):
             cost_note=_cost_note(handle.levels),
         )
 
-    def _read_channels(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+    def _read_channels(self, handle: _TiffHandle, rectangle: Rectangle, channels: Sequence[int]) -> Pixels:
         """Planes of other channels are not decoded."""
-        planes = {plane.first_channel: plane for plane in handle.levels[level].planes if plane.num_channels == 1}
+        planes = {plane.first_channel: plane for plane in handle.levels[rectangle.level].planes if plane.num_channels == 1}
         if not planes.keys() >= set(channels):
-            return super()._read_channels(handle, x, y, w, h, level, channels)
+            return super()._read_channels(handle, rectangle, channels)
         chosen = tuple(replace(planes[channel], first_channel=place) for place, channel in enumerate(channels))
-        return self._read_planes(handle, x, y, w, h, level, chosen)
+        return self._read_planes(handle, rectangle, chosen)
 
-    def _read(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        return self._read_planes(handle, x, y, w, h, level, handle.levels[level].planes)
+    def _read(self, handle: _TiffHandle, rectangle: Rectangle) -> Pixels:
+        return self._read_planes(handle, rectangle, handle.levels[rectangle.level].planes)
 
-    def _read_planes(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int, planes: Sequence[TiffPlane]) -> Pixels:
+    def _read_planes(self, handle: _TiffHandle, rectangle: Rectangle, planes: Sequence[TiffPlane]) -> Pixels:
         """A rectangle of some planes, each at its first channel."""
-        out = np.empty((h, w, sum(plane.num_channels for plane in planes)), handle.dtype)
-        shape = handle.levels[level]
-        tile_w, tile_h = shape.tile_width_px, shape.tile_height_px
-        tiles = [
-            (plane, down, across)
-            for down in range(y // tile_h, -(-(y + h) // tile_h))
-            for across in range(x // tile_w, -(-(x + w) // tile_w))
-            for plane in planes
-        ]
-        fetched = handle.fetch([(plane, down * shape.num_across + across) for plane, down, across in tiles])
-        for_each(partial(self._place, handle, level, out, x, y, fetched), tiles, self.num_threads)
-        self.num_tiles_decoded += len(tiles)
+        level = handle.levels[rectangle.level]
+        out = np.empty((*rectangle.shape, sum(plane.num_channels for plane in planes)), handle.dtype)
+        segments = [(plane, position) for position in level.positions_in(rectangle) for plane in planes]
+        fetched = handle.fetch(segments)
+
+        def decode(segment: tuple[TiffPlane, int]) -> None:
+            """Decode a segment into its place in the rectangle."""
+            plane, position = segment
+            place = level.place(position)
+            overlap = rectangle.intersect(place)
+            channels = slice(plane.first_channel, plane.first_channel + plane.num_channels)
+            target = out[overlap.slices_in(rectangle)][..., channels]
+            if plane.sizes[position] == 0:
+                target[:] = handle.background[channels]
+                return
+            try:
+                pixels = _decoded(handle, plane, position, fetched, min_rows=overlap.rows.stop - place.rows.start)
+            except Exception as error:
+                raise SourceError(
+                    f"cannot decode the {'tile' if level.is_tiled else 'strip'} at column {place.columns.start}, row {place.rows.start} "
+                    f"({level.tile_width_px} x {level.tile_height_px} px) of level {rectangle.level} of {self.path}: "
+                    f"{reason_text(error)}. The tile is damaged; copy the file again, leave the slide out, or fill such tiles with "
+                    'background (on_error="fill"). reader="openslide" is the other decoder.'
+                ) from error
+            target[:] = pixels[overlap.slices_in(place)]
+
+        for_each(decode, segments, self.num_threads)
+        self.num_tiles_decoded += len(segments)
         return out
 
-    def _place(
-        self, handle: _TiffHandle, level: int, out: Pixels, x: int, y: int, fetched: Mapping[int, bytes], tile: tuple[TiffPlane, int, int]
-    ) -> None:
-        """Decode one tile into its place in a rectangle whose top left corner is (x, y)."""
-        shape, (plane, down, across) = handle.levels[level], tile
-        left, top = across * shape.tile_width_px, down * shape.tile_height_px
-        first_x, last_x = max(x, left), min(x + out.shape[1], left + shape.tile_width_px)
-        first_y, last_y = max(y, top), min(y + out.shape[0], top + shape.tile_height_px)
-        channels = slice(plane.first_channel, plane.first_channel + plane.num_channels)
-        target = out[first_y - y : last_y - y, first_x - x : last_x - x, channels]
-        position = down * shape.num_across + across
-        offset, size = int(plane.offsets[position]), int(plane.sizes[position])
-        if size == 0:
-            target[:] = handle.background[channels]
-            return
-        try:
-            data = fetched[offset] if offset in fetched else handle.read(size, offset)
-            if offset < _MIN_OFFSET:
-                raise ValueError(f"its place in the file is given as {offset}, in the header")
-            if len(data) != size:
-                raise ValueError(f"the file ends after {len(data)} of {size} bytes")
-            pixels = plane.decode(data, plane.first_index + position)
-            if pixels.shape[0] < last_y - top:
-                raise ValueError(f"it has {pixels.shape[0]} of {last_y - top} rows")
-        except Exception as error:
-            raise SourceError(
-                f"cannot decode the {'tile' if shape.is_tiled else 'strip'} at column {left}, row {top} ({shape.tile_width_px} x "
-                f"{shape.tile_height_px} px) of level {level} of {self.path}: {reason_text(error)}. The tile is "
-                "damaged; copy the file again, leave the slide out, or fill such "
-                'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
-            ) from error
-        target[:] = pixels[first_y - top : last_y - top, first_x - left : last_x - left]
+
+def _decoded(handle: _TiffHandle, plane: TiffPlane, position: int, fetched: Mapping[int, bytes], *, min_rows: int) -> Pixels:
+    """Pixels of a segment, at least ``min_rows`` rows.
+
+    Raises:
+        ValueError: the segment is damaged. Decoders raise other errors.
+    """
+    offset, size = int(plane.offsets[position]), int(plane.sizes[position])
+    data = fetched[offset] if offset in fetched else handle.read(size, offset)
+    if offset < _MIN_OFFSET:
+        raise ValueError(f"its place in the file is given as {offset}, in the header")
+    if len(data) != size:
+        raise ValueError(f"the file ends after {len(data)} of {size} bytes")
+    pixels = plane.decode(data, plane.first_index + position)
+    if pixels.shape[0] < min_rows:
+        raise ValueError(f"it has {pixels.shape[0]} of {min_rows} rows")
+    return pixels
 
 
 def _cost_note(levels: Sequence[TiffLevel]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sft.sources.image import Pixels
+from sft.sources.image import Pixels, Rectangle
 from sft.sources.readers.jpeg import jpeg_decoder
 from sft.sources.tiff.pages import JPEG, PLANAR, YCBCR, LevelPages
 
@@ -57,6 +57,16 @@ class TiffLevel:
     def num_across(self) -> int:
         """Segments in a row of the grid."""
         return -(-self.width_px // self.tile_width_px)
+
+    def place(self, position: int) -> Rectangle:
+        """Pixels of a segment of a plane; the last ones of a row or column may reach beyond the level."""
+        down, across = divmod(position, self.num_across)
+        return Rectangle.of(across * self.tile_width_px, down * self.tile_height_px, self.tile_width_px, self.tile_height_px)
+
+    def positions_in(self, rectangle: Rectangle) -> list[int]:
+        """Positions of the segments that overlap a rectangle, row by row."""
+        rows, columns = rectangle.cells((self.tile_width_px, self.tile_height_px))
+        return [row * self.num_across + column for row in rows for column in columns]
 
     @property
     def tile_bytes(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from sft.common.errors import InputError
 from sft.sources import Raster, percentile_range
-from sft.sources.image import Image, Pixels, dtype_range, pixel_dtype
+from sft.sources.image import Image, Pixels, Rectangle, dtype_range, pixel_dtype
 from sft.sources.readers.composite import ChannelSelection
 from sft.sources.value_range import ValueRange
 from sft.sources.views import RasterView
@@ -99,9 +99,8 @@ class ChannelPicture(RasterView):
         colours = np.array(super().background, np.float64)[None, None]
         return tuple(self._scaled(colours)[0, 0].tolist())
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        pixels = self.image.read(x, y, w, h, level) if level else self.image.read(x, y, w, h)
-        return self._scaled(pixels)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        return self._scaled(rectangle.read(self.image))
 
     def _scaled(self, pixels: Pixels) -> Pixels:
         shares = (pixels[..., self._shown].astype(np.float64) - self._low) / (self._high - self._low)

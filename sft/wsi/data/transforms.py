@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sft.common.array_types import BoolArray, Float32Array
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.image import Image, Pixels, Size
+from sft.sources.image import Image, Pixels, Rectangle, Size
 from sft.sources.source import image_equal_rows
 from sft.sources.views import OneLevelView, RasterView
 
@@ -101,8 +101,9 @@ class Turned(OneLevelView):
         # A line equals the one before it as that one equals it: read backwards, each answer belongs to its other neighbour.
         return np.concatenate([equal[:1], equal[:0:-1]]) if lines_back else equal
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, rectangle: Rectangle) -> Pixels:
         width, height = self.image.width_px, self.image.height_px
+        x, y, w, h = rectangle.arguments
         if self.quarters == 0:
             left, top, cols, rows = x, y, w, h
         elif self.quarters == 1:
@@ -166,11 +167,11 @@ class PixelwiseColours(RasterView):
         """Repeated rows of the underlying image: a pixel's colour depends on that pixel only."""
         return image_equal_rows(self.image, part, columns=columns)
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        pixels = self.image.read(x, y, w, h, level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        pixels = rectangle.read(self.image)
         out = np.empty_like(pixels)
-        rows = max(1, _PIECE_PX // w)
-        for top in range(0, h, rows):
+        rows = max(1, _PIECE_PX // len(rectangle.columns))
+        for top in range(0, len(rectangle.rows), rows):
             out[top : top + rows] = self._recolour(pixels[top : top + rows])
         return out
 
@@ -190,10 +191,9 @@ class Recoloured(PixelwiseColours):
         super().__init__(image)
         self.density, self.intensity = density, intensity
 
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        if self.density == IDENTITY and self.intensity == IDENTITY:
-            return self.image.read(x, y, w, h, level)
-        return super()._read(x, y, w, h, level)
+    def _read(self, rectangle: Rectangle) -> Pixels:
+        is_identity = self.density == IDENTITY and self.intensity == IDENTITY
+        return rectangle.read(self.image) if is_identity else super()._read(rectangle)
 
     def _recolour(self, pixels: Pixels) -> Pixels:
         planes: list[npt.NDArray[np.generic]] = [pixels[..., channel] for channel in range(3)]

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse import ArgumentError, Namespace
 from rich.console import Console
 
-import sft
 from sft.cli.main import escape_unencodable_output, exit_on_interrupt, output_problem
 from sft.common.errors import BudgetError, InputError, SftError
 from sft.common.terminal import print_text
@@ -31,6 +29,7 @@ from sft.planner.remedies import Setting, Spelling, message_for
 from sft.wsi.config import GROUPS, Config
 from sft.wsi.config_file import check_config_file
 from sft.wsi.errors import DatasetError, RunInterrupted
+from sft.wsi.parsers import TRUST, WITH_NETWORK, config_parser, make_parser
 from sft.wsi.run.world import World
 from sft.wsi.usage_errors import usage_text
 
@@ -51,11 +50,6 @@ _INFERENCE_REMEDIES = {
     **_REMEDIES,
     "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}", code="--budget {text}"),
 }
-_TRUST = "--trust"
-#: Help of `evaluate --maps`.
-_MAPS_HELP = "formats in which to write the predicted maps of a segmentation as well, with the confusion of pixels; default: none"
-_WITH_NETWORK = ("plan", "train", "evaluate", "predict", "heatmap", "folds")
-
 
 #: Output without a command.
 _EXAMPLES = """\
@@ -139,7 +133,8 @@ def _parse(command_line: Sequence[str], trusted_names: Sequence[str], world: Wor
     for option, value in zip_longest(command_line, command_line[1:], fillvalue=""):
         if option == "--config" or option.startswith("--config="):
             check_config_file(Path(option.partition("=")[2] or value), GROUPS)
-    parsed = _parser().parse_args(command_line)
+    named = next((argument for argument in command_line if not argument.startswith("-")), None)
+    parsed = make_parser(named).parse_args(command_line)
     command = str(parsed.subcommand)
     if world.num_ranks > 1 and command not in _ON_SEVERAL_RANKS:
         raise InputError(
@@ -147,10 +142,10 @@ def _parse(command_line: Sequence[str], trusted_names: Sequence[str], world: Wor
             f"{' and '.join(_ON_SEVERAL_RANKS)}"
         )
     settings = parsed[command]
-    if trusted_names and command not in _WITH_NETWORK:
-        raise InputError(f"{_TRUST} is for {', '.join(_WITH_NETWORK)}, which load a network; leave it out")
+    if trusted_names and command not in WITH_NETWORK:
+        raise InputError(f"{TRUST} is for {', '.join(WITH_NETWORK)}, which load a network; leave it out")
     if getattr(settings, "trust", None):
-        raise InputError(f"trust is not a setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
+        raise InputError(f"trust is not a setting of a configuration: the command line says what is trusted, with {TRUST} MODULE")
     return command, settings
 
 
@@ -174,7 +169,7 @@ def read_config(path: Path) -> Config:
     """
     check_config_file(path, GROUPS)
     try:
-        return make_config(_configured("config").parse_args(["--config", str(path)]))
+        return make_config(config_parser().parse_args(["--config", str(path)]))
     except ArgumentError as error:
         raise InputError(f"{path}: {usage_text(error)}") from error
 
@@ -192,119 +187,13 @@ def _split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     waiting = iter(arguments)
     for argument in waiting:
         option, has_value, value = argument.partition("=")
-        if option != _TRUST:
+        if option != TRUST:
             rest.append(argument)
             continue
         names.append(value if has_value else next(waiting, ""))
         if not names[-1] or names[-1].startswith("-"):
-            raise InputError(f"{_TRUST} {names[-1]}: give a module, a file or a folder, such as {_TRUST} my_net")
+            raise InputError(f"{TRUST} {names[-1]}: give a module, a file or a folder, such as {TRUST} my_net")
     return rest, names
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False, allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
-    subcommands = parser.add_subcommands(required=True)
-
-    doctor = _plain("list installed and missing packages")
-    info = _plain("print the metadata of slide files")
-    info.add_argument("slides", type=Path, nargs="+", help="files")
-    tissue = _plain("find the tissue on slides: masks, polygons, and pictures to look at")
-    tissue.add_argument("slides", type=Path, nargs="+", help="slide files")
-    tissue.add_argument("--out", type=Path, required=True, help="folder for the results")
-    tissue.add_argument("--mpp", type=float, default=8.0, help="micrometres per pixel of the masks")
-    tissue.add_argument("--overwrite", action="store_true", help="replace masks that exist already")
-    tissue.add_argument("--slide-mpp", type=float, help="micrometres per pixel of the slides, if the files state none or a wrong value")
-    plan = _configured("memory, time and schedule of a training step, without running it")
-    size = "of the image in px, as slide-info prints it, without any slide, such as 80000x60000; default: the largest slide of the table"
-    plan.add_argument("--size", type=str, nargs="+", metavar="WIDTHxHEIGHT", help=f"{size}. Two numbers are height and width")
-    train = _configured("train, or resume an interrupted run; then evaluate")
-    train.add_argument("--dry-run", action="store_true", help="run all checks, print the plan, and write no files")
-    train.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
-    evaluate = _of_run("predict and measure")
-    evaluate.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
-    evaluate.add_argument("--bands", type=int, default=1, help="of the ranks that torchrun starts, how many share one slide")
-    evaluate.add_argument("--maps", type=Literal["ome.tif", "tif", "zarr", "npy", "geojson"], nargs="+", help=_MAPS_HELP)
-    predict = _of_run(
-        "write maps of slides without labels: classes or probabilities of a segmentation, otherwise the evidence of each class"
-    )
-    predict.add_argument("files", type=Path, nargs="*", metavar="SLIDE", help="slide files; default: those of --csv, or of --split")
-    predict.add_argument("--kind", type=Literal["classes", "softmax", "sigmoid", "values"], help="default: classes of a segmentation")
-    predict.add_argument(
-        "--formats", type=Literal["ome.tif", "tif", "zarr", "npy", "geojson"], nargs="+", help="default: ome.tif, and geojson of classes"
-    )
-    predict.add_argument("--dtype", type=str, help="element type, such as uint16 or float16; default: uint8, of values float32")
-    predict.add_argument("--overwrite", action="store_true", help="compute maps again that exist already")
-    heatmap = _of_run("draw class-activation maps over slides, or the predicted masks of a segmentation")
-    heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")
-    heatmap.add_argument("--classes", type=str, nargs="+", help="classes to draw; default: all, or the second of two")
-    heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")
-    heatmap.add_argument("--crops", type=int, default=5, help="number of crops at the maxima of the map")
-    heatmap.add_argument("--crop-px", type=int, default=256, help="side of a crop in px")
-    folds = _configured("train or resume each fold of a cross-validation; then write one table over the folds")
-    folds.add_argument("--folds", type=PositiveInt, help="number of folds; default: data.num_folds")
-    folds.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
-    compare = _plain("one table of the metrics of several runs, and the settings in which they differ")
-    compare.add_argument("runs", type=Path, nargs="+", help="folders of runs, or of folds")
-    compare.add_argument("--split", type=str, help="folder of results to compare; default: val and test")
-    compare.add_argument("--out", type=Path, help="CSV file for the table")
-
-    report = _plain("write the pages of a run, summary.md and report.html, from what its folder has")
-    report.add_argument("run", type=Path, help="folder of a run")
-
-    for sub in (plan, train, evaluate, predict, heatmap, folds):
-        about = "module, file or folder whose classes and functions model.backbone may name; may be repeated (never in a file)"
-        sub.add_argument(_TRUST, type=str, action="append", metavar="MODULE", help=about)
-
-    for name, sub in (
-        ("doctor", doctor),
-        ("slide-info", info),
-        ("tissue", tissue),
-        ("plan", plan),
-        ("train", train),
-        ("evaluate", evaluate),
-        ("predict", predict),
-        ("heatmap", heatmap),
-        ("folds", folds),
-        ("compare", compare),
-        ("report", report),
-    ):
-        subcommands.add_subcommand(name, sub, help=sub.description)
-    return parser
-
-
-def _plain(description: str) -> ArgumentParser:
-    # An abbreviated --config would escape the checks of its file.
-    parser = ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    return parser
-
-
-def _configured(description: str) -> ArgumentParser:
-    parser = _plain(description)
-    parser.add_argument("--config", action="config", help="YAML file; options after it win")
-    for name, cls in GROUPS.items():
-        parser.add_class_arguments(cls, name)
-    # The argparse of Python 3.11 lets torchrun take `--run` for the beginning of an option of its own, wherever it stands.
-    parser.add_argument("--run", "--folder", type=Path, default=Path("runs/run"), help="folder that everything is written to")
-    parser.add_argument("--tensorboard", type=bool, default=False, help="write events for TensorBoard as well")
-    return parser
-
-
-def _of_run(description: str) -> ArgumentParser:
-    parser = _plain(description)
-    parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--split", type=Literal["train", "val", "test", "all"], default="val", help="slides of the run's table")
-    parser.add_argument("--csv", type=Path, help="another table, all slides of it")
-    parser.add_argument("--slides", type=Path, help="folder that slides are relative to")
-    parser.add_argument("--checkpoint", type=Literal["best", "last"], default="best", help="which weights")
-    parser.add_argument("--device", type=str, help="cpu or cuda; default: that of the run")
-    parser.add_argument("--budget", type=str, help="bytes that the device may hold, or auto; default: those of the run")
-    parser.add_argument("--out", type=Path, help="folder for the results; default: in the run's")
-    return parser
 
 
 def make_config(given: Namespace) -> Config:

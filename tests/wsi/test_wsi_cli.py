@@ -535,13 +535,13 @@ def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_no_command_shows_five_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    from sft.wsi.cli import _parser
+    from sft.wsi.parsers import make_parser
 
     assert main([]) == 0
     printed = capsys.readouterr()
     examples = [line.split() for line in printed.out.splitlines() if line.startswith("  python -m sft.wsi ")]
     assert len(examples) == 5 and not printed.err
-    help_text = _parser().format_help()
+    help_text = make_parser(None).format_help()
     assert all(words[3] in help_text for words in examples)
     assert main(["--json"]) == 2
     assert "--json" in capsys.readouterr().err

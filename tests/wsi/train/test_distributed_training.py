@@ -23,7 +23,7 @@ import torch.distributed as dist
 import yaml
 
 from sft.common.errors import RankError
-from sft.wsi.cli import _configured
+from sft.wsi.parsers import config_parser
 from sft.wsi.train.checkpoint import CheckpointFolder
 from sft.wsi.train.distributed import rendezvous_ranks
 from sft.wsi.train.optim import philox_generator
@@ -376,7 +376,7 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
 def test_torchrun_hands_on_every_option() -> None:
     """Its parser looks at each option of ours, and refuses what begins like two of its own; `--run` does, `--folder` is its other name."""
     launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
-    names = {name for action in _configured("train")._actions for name in action.option_strings}
+    names = {name for action in config_parser()._actions for name in action.option_strings}
     names.add("--trust")
     assert {"--run", "--folder", "--config", "--ranks.bands"} <= names
     for name in sorted(names - {"--run"}):

@@ -99,11 +99,6 @@ class _ImageReduction:
         """Batch and channel extents of the image."""
         return tuple(self.image.shape[: len(self.image.shape) - self.num_axes])
 
-    @property
-    def num_channels(self) -> int:
-        """Number of channels of the image, the product of all channel dimensions."""
-        return prod(int(extent) for extent in self.lead[1:])
-
 
 def _decompose_reduction(reduction: _ImageReduction) -> tuple[Node, ...] | None:
     """The nodes of a reduction; ``None`` if no form of it streams."""
@@ -211,29 +206,36 @@ def _nth_root(sequence: NodeSequence, value: Node, order: float) -> Node:
     return sequence.add("root", "sft.nth_root", value.shape, (("self", Ref(value.name)), ("order", order)), value.dtype)
 
 
-def _moments_over_axes(sequence: NodeSequence, reduction: _ImageReduction) -> tuple[Node, tuple[Any, ...]] | None:
-    """Moments over the axes and ``other_dims``, and the shape of the statistics; ``None`` if only some channels are reduced."""
-    num_lead, channels = len(reduction.lead), range(1, len(reduction.lead))
-    other_dims, image = set(reduction.other_dims), reduction.image
-    of_all_channels = other_dims.issuperset(channels)
-    if not of_all_channels and other_dims.intersection(channels):
-        return None
+def _moments_over_axes(sequence: NodeSequence, reduction: _ImageReduction) -> tuple[Node, tuple[Any, ...]]:
+    """Moments over the axes and ``other_dims``, and the shape of the statistics."""
+    other_dims, lead, image = reduction.other_dims, reduction.lead, reduction.image
+    kept_dims = [dim for dim in range(1, len(lead)) if dim not in other_dims]
+    channels = [*kept_dims, *(dim for dim in range(1, len(lead)) if dim in other_dims)]
+    if channels != sorted(channels):  # a group is a run of channels
+        image = _reorder_channels(sequence, image, channels, reduction.num_axes)
     per_sample = 0 not in other_dims
-    groups = 1 if of_all_channels else reduction.num_channels
+    groups = prod(int(lead[dim]) for dim in kept_dims)
     batch = image.shape[0] if per_sample else 1
     arguments = (("self", Ref(image.name)), ("groups", groups), ("per_sample", per_sample), ("axes", reduction.num_axes))
     dtype = _WIDE_DTYPES.get(image.dtype, image.dtype)
     moments = sequence.add("moments", "sft.moments", (batch, groups, 3), arguments, dtype)
-    return moments, tuple(reduction.lead[dim] for dim in range(num_lead) if dim not in other_dims)
+    return moments, tuple(lead[dim] for dim in range(len(lead)) if dim not in other_dims)
 
 
-def _decompose_variance(sequence: NodeSequence, reduction: _ImageReduction, *, is_root: bool) -> Node | None:
+def _reorder_channels(sequence: NodeSequence, image: Node, dims: Sequence[int], num_axes: int) -> Node:
+    """The image with its dimensions of channels in the order ``dims``."""
+    split = tuple(int(extent) for extent in image.shape[1 : len(image.shape) - num_axes])
+    order = tuple(dim - 1 for dim in dims)
+    channels = tuple(split[dim] for dim in order)
+    shape = (image.shape[0], *channels, *image.shape[len(image.shape) - num_axes :])
+    arguments = (("self", Ref(image.name)), ("split", split), ("order", order), ("shape", channels), ("axes", num_axes))
+    return sequence.add("grouped", "sft.rearrange", shape, arguments, image.dtype)
+
+
+def _decompose_variance(sequence: NodeSequence, reduction: _ImageReduction, *, is_root: bool) -> Node:
     node = reduction.node
     correction = node.argument("correction", 1 if node.argument("unbiased", True) else 0)
-    statistics = _moments_over_axes(sequence, reduction)
-    if statistics is None:
-        return None
-    moments, shape = statistics
+    moments, shape = _moments_over_axes(sequence, reduction)
     if node.argument("result", 0) == 1:  # the mean of `var_mean`
         return sequence.add("mean", "sft.moment_mean", shape, (("moments", Ref(moments.name)), ("shape", shape)), moments.dtype)
     arguments = (("moments", Ref(moments.name)), ("correction", 1 if correction is None else correction), ("shape", shape))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from operator import mul
 
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
@@ -130,7 +131,7 @@ class MomentsSpec(_ReductionSpec):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         shape = graph[node.operands[0]].shape
-        channels = shape[1 : len(shape) - graph.axes.count]
-        if len(channels) > 1 and node.argument("groups") not in (1, prod(int(extent) for extent in channels)):
-            return [f"{node.label}: groups of several dimensions of channels; merge them with flatten"]
+        channels = [int(extent) for extent in shape[1 : len(shape) - graph.axes.count]]
+        if len(channels) > 1 and node.argument("groups") not in accumulate(channels, mul, initial=1):
+            return [f"{node.label}: groups that divide one of several dimensions of channels; merge them with flatten"]
         return []

@@ -12,7 +12,9 @@ channels for each, in networks with hundreds of them.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,8 +98,8 @@ class MomentsRule(ReductionRule):
             split = (batch, groups, channels[0] // groups, *extents)
             strip = builder.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
             axis = 2
-        else:  # several dimensions of channels: a group is one channel, or all of them
-            axis = 1 if groups == 1 else first_axis
+        else:  # several dimensions of channels: a group runs over the last ones
+            axis = 1 + list(itertools.accumulate(channels, operator.mul, initial=1)).index(groups)
         dims = [*(() if per_sample else (0,)), *range(axis, len(strip.shape))]
         shape = strip.shape[0 if per_sample else 1 : axis]
         variance, mean = builder.slot(shape), builder.slot(shape)

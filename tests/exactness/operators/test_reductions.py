@@ -53,6 +53,18 @@ def _response_norm(y: Tensor) -> Tensor:
     return out.movedim(-1, 1)
 
 
+def _group_deviation(y: Tensor) -> Tensor:
+    """Standard deviation of groups of channels in EvoNorm-S0 (Liu et al., 2020), at each pixel."""
+    x = _grouped(y)
+    return x.var(_axes(x), unbiased=False, keepdim=True).add(1e-5).sqrt().expand(x.shape).reshape(y.shape)
+
+
+def _strided_group_variance(y: Tensor) -> Tensor:
+    """Variance of each second channel and of the others, as in a channel shuffle."""
+    x = _grouped(y)
+    return x.var((1, *_axes(x)[1:]), keepdim=True).expand(x.shape).reshape(y.shape)
+
+
 def _var_mean(y: Tensor) -> Tensor:
     variance, mean = torch.var_mean(y, _axes(y), keepdim=True)
     return (y - mean) / (1 + variance)
@@ -92,6 +104,11 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "var and channels": lambda y: y / (1 + y.var((1, *_axes(y)), keepdim=True)),
     "var of everything": lambda y: y / (1 + y.var()),
     "var of groups": lambda y: y / (1 + _flat_grouped(y, _grouped(y).var(_axes(_grouped(y))[1:]))),
+    "var of groups of channels": lambda y: y * torch.sigmoid(y) / _group_deviation(y),
+    "var of strided groups of channels": lambda y: y / (1 + _strided_group_variance(y)),
+    "var of pixels of groups in a list": lambda y: (
+        y.reshape(y.shape[0], 2, -1).var(2, keepdim=True).repeat_interleave(2, 1).unflatten(2, (1,) * (y.dim() - 2)) * y
+    ),
     "var of groups together": lambda y: y / (1 + _grouped(y).flatten(1).var(1).view(-1, *[1] * (y.dim() - 1))),
     "logsumexp": lambda y: y * torch.logsumexp(y, _axes(y), keepdim=True),
     "logsumexp and channels": lambda y: y * torch.logsumexp(y, (1, *_axes(y)), keepdim=True),

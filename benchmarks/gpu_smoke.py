@@ -229,14 +229,15 @@ def _missing(plan: sft.Plan, mode: Mode) -> str:
 def _check_graphs(net: Any, device: torch.device) -> tuple[str, str]:
     """A sentence if graphs could be recorded and none was replayed, and a restriction of the network or the device."""
     prepared = list(net._sft_engine.plan_cache.prepared.values())
-    if any(each.pass_graphs is not None for each in prepared):
-        num_passes = sum(each.pass_graphs.num_replays for each in prepared if each.pass_graphs is not None)
+    resources = [each.resources for each in prepared]
+    if any(each.pass_graphs is not None for each in resources):
+        num_passes = sum(each.pass_graphs.num_replays for each in resources if each.pass_graphs is not None)
         return ("", f"{num_passes} passes replayed") if num_passes else ("no pass was replayed as a graph", "")
     if not any(recordable_programs(each.region, training=True) for each in prepared):
         return "", "no strip of this network can be recorded as a graph"
     if device.type != "cuda":
         return "", "no graphs on a CPU: the strips ran one call at a time"
-    num_replays = sum(each.graphs.num_replays for each in prepared if each.graphs is not None)
+    num_replays = sum(each.graphs.num_replays for each in resources if each.graphs is not None)
     return ("", f"{num_replays} replays") if num_replays else ("no strip was replayed as a graph", "")
 
 

@@ -46,7 +46,7 @@ from sft.planner.plan import Plan
 from sft.runtime.region import Region
 from sft.torch_runtime.autograd import run_region
 from sft.torch_runtime.cuda_graphs import ActiveGraphs
-from sft.torch_runtime.device_pool import BoundPool, DevicePool
+from sft.torch_runtime.device_pool import DevicePool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_statistics import Reading, Skipping
 from sft.torch_runtime.region_inputs import RegionInputs
@@ -330,15 +330,12 @@ class Engine:
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             version_guards=tuple(value.version_guard for value in inputs if value.version_guard is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
-            slab_pool=prepared.slab_pool,
-            staging_pool=prepared.staging_pool,
+            resources=prepared.resources,
             host_allocator=self.settings.host_allocator,
             make_machine=TorchMachine if self.rank_context is None else self.rank_context.machine,
             cudnn_benchmark=self.settings.options.cudnn_benchmark,
-            graphs=prepared.graphs,
-            pass_graphs=prepared.pass_graphs,
             active_graphs=self._active_graphs,
-            pool=None if prepared.pool_layout is None else BoundPool(self._device_pool, prepared.pool_layout),
+            device_pool=self._device_pool,
             backward_context=contextlib.nullcontext if sharding is None else sharding.backward_context(),
             check_retain_graph=(lambda: None) if prepared.retain_check is None else patch_lock()(prepared.retain_check.check),
             weights=self._bound_weights(prepared.region, graph, tensors),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recorda
 from sft.torch_runtime.device_pool import PoolLayout
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.pass_graphs import CudaPassRecorder, PassGraphs
+from sft.torch_runtime.region_inputs import PlanResources
 
 __all__ = ["PreparedPlan", "planning_context", "prepare", "prepare_on_mesh", "search"]
 
@@ -61,24 +62,16 @@ class PreparedPlan:
         region: the schedule and its programs.
         captured: the model that the region computes.
         constant_outputs: outputs of the model that are not tensors, with their positions.
-        slab_pool: host memory for offloaded values; ``None`` if the schedule copies none.
-        staging_pool: page-locked memory for copies to a CUDA device; ``None`` if a step has none.
-        graphs: programs that are replayed as CUDA graphs, if any.
+        resources: memory and recordings of the region's passes.
         retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
-        pass_graphs: recordings of whole passes as CUDA graphs; ``None`` if passes are not recorded.
-        pool_layout: layout of the steps' memory pool on a GPU; ``None`` for steps without a pool.
     """
 
     plan: Plan
     region: Region
     captured: CapturedModel
     constant_outputs: tuple[tuple[int, Any], ...]
-    slab_pool: HostSlabPool | None = None
-    graphs: GraphCache | None = None
+    resources: PlanResources = field(default_factory=PlanResources)
     retain_check: RetainedGraphCheck | None = None
-    staging_pool: HostSlabPool | None = None
-    pool_layout: PoolLayout | None = None
-    pass_graphs: PassGraphs | None = None
 
 
 @contextlib.contextmanager
@@ -136,12 +129,14 @@ def prepare(request: PlanningRequest, fitted: FittedPlan, specialized: Specializ
         region=region,
         captured=specialized.captured,
         constant_outputs=problem.sized.graph.constant_outputs,
-        slab_pool=slab_pool,
-        staging_pool=_staging_pool(fitted.projected.projection.staging_bytes, device),
-        graphs=graphs,
+        resources=PlanResources(
+            slab_pool=slab_pool,
+            staging_pool=_staging_pool(fitted.projected.projection.staging_bytes, device),
+            pool_layout=_pool_layout(fitted) if _has_pool(device) else None,
+            graphs=graphs,
+            pass_graphs=_pass_graphs(problem, fitted, device) if records_passes else None,
+        ),
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
-        pool_layout=_pool_layout(fitted) if _has_pool(device) else None,
-        pass_graphs=_pass_graphs(problem, fitted, device) if records_passes else None,
     )
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import task_retains_graph
 from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.kernels.rng.philox import KeyWord
 from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan
 from sft.solvers.schedule import Operation, activation_name, grad_name
-from sft.torch_runtime.autograd import autocast_disabled, check_unmodified, retains_graph, unneeded_grads
+from sft.torch_runtime.autograd import autocast_disabled, check_unmodified, unneeded_grads
 from sft.torch_runtime.machine import TorchMachine
 
 __all__ = ["BackwardWeightAccess", "ChainCall", "ForwardWeightAccess", "run_chain", "run_inference"]
@@ -147,7 +148,7 @@ class _ChainFunction(torch.autograd.Function):
         environment: Environment = ctx.environment
         if call.programs.reads_output:
             check_unmodified(environment.values[activation_name(n)], ctx.version, "the output of a repeated block")
-        if retains_graph():
+        if task_retains_graph():
             environment = environment.copy()
         else:
             ctx.environment = None

@@ -38,7 +38,6 @@ __all__ = [
     "autocast_disabled",
     "check_unmodified",
     "engine_will_execute",
-    "retains_graph",
     "run_region",
     "unneeded_grads",
 ]
@@ -81,9 +80,10 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
 
 def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torch.Tensor], *, keep: bool) -> RecordedCall | None:
     """Replay a recorded forward pass; ``None`` if the pass runs instruction by instruction."""
-    if inputs.pass_graphs is None:
+    pass_graphs = inputs.resources.pass_graphs
+    if pass_graphs is None:
         return None
-    inputs.active_graphs.activate(inputs.pass_graphs)
+    inputs.active_graphs.activate(pass_graphs)
 
     def run(leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> tuple[dict[str, torch.Tensor], Tape]:
         with torch.no_grad(), _pass_settings(region, inputs), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
@@ -92,11 +92,11 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
                 offloader.finish(tape.copies.by_target.values())
             return outputs, tape
 
-    return inputs.pass_graphs.forward(
+    return pass_graphs.forward(
         leaves,
         run,
         keep=keep,
-        release=(lambda: None) if inputs.pool is None else inputs.pool.pool.release,
+        release=inputs.device_pool.release if inputs.has_pool else lambda: None,
         make_offloader=partial(inputs.make_offloader, is_recorded=True) if keep else lambda: None,
     )
 
@@ -225,45 +225,68 @@ def _check_before_backward(ctx: Any, *, consume: bool) -> None:
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients of the function's tensors, given the gradients of its results; empties the list."""
-    tensors = ctx.saved_tensors
     region: Region = ctx.region
     inputs: RegionInputs = ctx.inputs
-    consume = not retains_graph()
-    recorded: RecordedCall | None = ctx.recorded
-    tape: Tape | None = ctx.tape
+    tensors, consume = ctx.saved_tensors, not task_retains_graph()
     _check_before_backward(ctx, consume=consume)
-    offloader = ctx.offloader
-    if consume:
-        ctx.tape = ctx.offloader = ctx.recorded = None
-    elif tape is not None:
-        tape = tape.fork()
     leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
+    output_grads, reached = _grads_of_outputs(ctx, grads)
+    if inputs.weights is not None:  # their gradients are used during the pass
+        reached -= unneeded_grads(ctx, inputs.names)
+    leaf_grads = _replay_backward(ctx, leaves, output_grads, consume=consume)
+    if leaf_grads is None:
+        leaf_grads = _run_backward(ctx, leaves, output_grads, reached, consume=consume)
+        if inputs.has_pool:
+            _move_lasting_grads(region, inputs, tensors, leaf_grads)
+    return _grads_of_tensors(ctx, leaf_grads, reached)
+
+
+def _grads_of_outputs(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Gradients of the differentiable outputs, and the values that they reach; empties the list of gradients of all outputs."""
+    region, device = ctx.region, ctx.inputs.device
     by_output = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
-    reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
-    output_grads = {
-        name: _materialize_grad(grad, region, name, torch.device("cpu") if name in region.host_outputs else inputs.device)
-        for name, grad in by_output.items()
-    }
     grads.clear()
-    by_output.clear()
-    if recorded is not None:
-        leaf_grads = recorded.backward(output_grads, partial(_record_backward, region, inputs), is_last=consume)
-        if leaf_grads is not None:
-            return _grads_of_tensors(ctx, leaf_grads, reached)
+    reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
+    devices = {name: torch.device("cpu") if name in region.host_outputs else device for name in by_output}
+    return {name: _materialize_grad(grad, region, name, devices[name]) for name, grad in by_output.items()}, reached
+
+
+def _replay_backward(
+    ctx: Any, leaves: Mapping[str, torch.Tensor], output_grads: dict[str, torch.Tensor], *, consume: bool
+) -> dict[str, torch.Tensor] | None:
+    """Gradients of the leaves by a recorded backward pass; ``None`` if the pass must run on the tape, which is then computed."""
+    inputs: RegionInputs = ctx.inputs
+    recorded: RecordedCall | None = ctx.recorded
+    if recorded is None:
+        return None
+    if consume:
+        ctx.recorded = None
+    leaf_grads = recorded.backward(output_grads, partial(_record_backward, ctx.region, inputs), is_last=consume)
+    if leaf_grads is None:
         ctx.recorded = None
         offloader = inputs.make_offloader()
-        tape = _recompute_tape(region, inputs, leaves, offloader)
+        tape = _recompute_tape(ctx.region, inputs, leaves, offloader)
         if not consume:
             inputs.check_retain_graph()
-            ctx.tape, ctx.offloader, tape = tape, offloader, tape.fork()
-    assert tape is not None
-    tape.values.by_name.update(leaves)
-    tape.values.by_name.update(inputs.sources)
+        ctx.tape, ctx.offloader = tape, offloader
+    return leaf_grads
+
+
+def _run_backward(
+    ctx: Any, leaves: Mapping[str, torch.Tensor], output_grads: dict[str, torch.Tensor], reached: Collection[str], *, consume: bool
+) -> dict[str, torch.Tensor]:
+    """Gradients of the leaves by a backward pass on the tape, or on a copy of it unless the pass is the last one."""
+    region: Region = ctx.region
+    inputs: RegionInputs = ctx.inputs
+    tape, offloader = ctx.tape, ctx.offloader
+    if consume:
+        ctx.tape = ctx.offloader = None
+    else:
+        tape = tape.fork()
+    tape.values.by_name.update({**leaves, **inputs.sources})
     sinks = {name: make() for name, make in inputs.sinks.items()}
     if offloader is not None:
         offloader.may_exceed_slab = not consume
-    if inputs.weights is not None:  # their gradients are used during the pass
-        reached -= unneeded_grads(ctx, inputs.names)
     weight_grads: dict[str, torch.Tensor] = {}
     with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
         with (
@@ -279,9 +302,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if region.host_outputs and inputs.device.type == "cuda":
         # Their gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
         torch.cuda.current_stream(inputs.device).synchronize()
-    if inputs.pool is not None:
-        _move_lasting_grads(region, inputs, tensors, leaf_grads)
-    return _grads_of_tensors(ctx, leaf_grads, reached)
+    return leaf_grads
 
 
 def _grads_of_tensors(ctx: Any, leaf_grads: Mapping[str, torch.Tensor], reached: Collection[str]) -> list[torch.Tensor | None]:
@@ -410,11 +431,6 @@ def autocast_disabled(device: torch.device) -> contextlib.AbstractContextManager
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def retains_graph() -> bool:
-    """True if the running backward pass retains the graph (``retain_graph=True``)."""
-    return task_retains_graph()
 
 
 def engine_will_execute(node: Any) -> bool:

@@ -23,7 +23,7 @@ import torch
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 
-__all__ = ["BoundPool", "DevicePool", "PoolLayout", "prepare_cublas", "reserve_pool"]
+__all__ = ["DevicePool", "PoolLayout", "prepare_cublas", "reserve_pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +116,3 @@ def _contains(segments: tuple[int, ...], needed: tuple[int, ...]) -> bool:
     """True if each of the needed segments fits into one of the segments."""
     available = sorted(segments, reverse=True)
     return len(needed) <= len(available) and all(have >= need for have, need in zip(available, sorted(needed, reverse=True), strict=False))
-
-
-@dataclass(frozen=True, slots=True)
-class BoundPool:
-    """The pool of a model, with the layout of one plan.
-
-    Attributes:
-        pool: the model's pool.
-        layout: the plan's layout.
-    """
-
-    pool: DevicePool
-    layout: PoolLayout
-
-    def use(self, device: torch.device) -> Any:
-        """Context of a pass."""
-        return self.pool.use(device, self.layout)

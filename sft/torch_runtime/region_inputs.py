@@ -12,7 +12,7 @@ import torch
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
-from sft.torch_runtime.device_pool import BoundPool
+from sft.torch_runtime.device_pool import DevicePool, PoolLayout
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
@@ -21,7 +21,26 @@ from sft.torch_runtime.pass_statistics import CallStatistics
 from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
 
-__all__ = ["RegionInputs"]
+__all__ = ["PlanResources", "RegionInputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResources:
+    """Memory and recordings that the calls of one plan share; all are optional.
+
+    Attributes:
+        slab_pool: slabs on the host for offloaded values; ``None`` if the schedule copies none.
+        staging_pool: page-locked memory for copies to a CUDA device; ``None`` if a step has none.
+        pool_layout: layout of the memory pool of the steps; ``None`` for the device's default pool.
+        graphs: programs that are replayed as CUDA graphs.
+        pass_graphs: recordings of whole passes as CUDA graphs; ``None`` if passes are not recorded.
+    """
+
+    slab_pool: HostSlabPool | None = None
+    staging_pool: HostSlabPool | None = None
+    pool_layout: PoolLayout | None = None
+    graphs: GraphCache | None = None
+    pass_graphs: PassGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +56,14 @@ class RegionInputs:
         version_guards: tensors that back such sources; changing one between forward and backward raises, as for all tensors.
         sinks: factories of the gradient sinks of such inputs that need a gradient, called once for each backward pass.
         statistics: statistics of the call, updated by its passes.
-        slab_pool: slabs on the host for offloaded values; ``None`` for a schedule without any.
+        resources: memory and recordings of the region's plan.
         host_allocator: allocates cuts on the host.
         make_machine: constructor of the machine of a pass.
-        graphs: recorded programs of the region.
-        pass_graphs: recorded passes of the region; ``None`` if its passes are not recorded.
         active_graphs: the recordings that are alive, over all plans of the model.
-        pool: memory pool of the passes; ``None`` for the device's default pool.
+        device_pool: memory pool of the passes, for a plan with a layout of it.
         backward_context: context in which a backward pass runs.
         check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
         weights: the streamed parameters; their entries in ``tensors`` are on the host.
-        staging_pool: page-locked memory that copies to a CUDA device pass through; ``None`` for a step without such copies.
         cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run.
     """
 
@@ -59,26 +75,30 @@ class RegionInputs:
     version_guards: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     statistics: CallStatistics = field(default_factory=CallStatistics)
-    slab_pool: HostSlabPool | None = None
+    resources: PlanResources = field(default_factory=PlanResources)
     host_allocator: HostAllocator = field(default_factory=HostAllocator)
     make_machine: Callable[..., TorchMachine] = TorchMachine
-    graphs: GraphCache | None = None
-    pass_graphs: PassGraphs | None = None
     active_graphs: ActiveGraphs = field(default_factory=ActiveGraphs)
-    pool: BoundPool | None = None
+    device_pool: DevicePool = field(default_factory=DevicePool)
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
-    staging_pool: HostSlabPool | None = None
     cudnn_benchmark: bool = False
+
+    @property
+    def has_pool(self) -> bool:
+        """True if the passes allocate in a memory pool of their own."""
+        return self.resources.pool_layout is not None
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Context in which a pass allocates device memory."""
-        return contextlib.nullcontext() if self.pool is None else self.pool.use(self.device)
+        layout = self.resources.pool_layout
+        return contextlib.nullcontext() if layout is None else self.device_pool.use(self.device, layout)
 
     def make_offloader(self, *, is_recorded: bool = False) -> HostOffloader | None:
         """Copies on the host of one step; ``None`` for a schedule without any."""
-        return None if self.slab_pool is None else HostOffloader(self.device, self.slab_pool.lease(), is_recorded=is_recorded)
+        slab_pool = self.resources.slab_pool
+        return None if slab_pool is None else HostOffloader(self.device, slab_pool.lease(), is_recorded=is_recorded)
 
     def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
         """Streamed weights of a forward pass; ``None`` if all are resident."""
@@ -90,13 +110,14 @@ class RegionInputs:
 
     def machine(self, *, backward: bool, offloader: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
         """Machine of one pass."""
-        self.active_graphs.activate(self.pass_graphs or self.graphs)
+        resources = self.resources
+        self.active_graphs.activate(resources.pass_graphs or resources.graphs)
         return self.make_machine(
             self.device,
             statistics=self.statistics.backward if backward else self.statistics.forward,
             offloader=offloader,
             host_allocator=self.host_allocator,
-            graphs=self.graphs,
+            graphs=resources.graphs,
             weights=weights,
-            staging=HostStaging(None if self.staging_pool is None else self.staging_pool.lease()),
+            staging=HostStaging(None if resources.staging_pool is None else resources.staging_pool.lease()),
         )

@@ -150,7 +150,7 @@ def test_the_stages_make_the_plan_of_the_public_function() -> None:
     with planning_context(request):
         specialized = _specialized(model, request.signature)
         prepared = prepare(request, search(request, build_problem(request, specialized)), specialized)
-    assert isinstance(prepared, PreparedPlan) and prepared.retain_check is not None and prepared.graphs is None
+    assert isinstance(prepared, PreparedPlan) and prepared.retain_check is not None and prepared.resources.graphs is None
     assert prepared.plan.to_json() == sft.plan(model, _SHAPE, budget="4MiB").to_json()
 
 

@@ -106,8 +106,8 @@ def test_graphs_that_are_not_replayed_are_wrong(smoke: Any, monkeypatch: pytest.
     monkeypatch.setattr(smoke, "recordable_programs", lambda region, *, training: [object()])
     graphs = SimpleNamespace(num_replays=0)
     prepared = {
-        0: SimpleNamespace(region=None, graphs=graphs, pass_graphs=None),
-        1: SimpleNamespace(region=None, graphs=None, pass_graphs=None),
+        0: SimpleNamespace(region=None, resources=SimpleNamespace(graphs=graphs, pass_graphs=None)),
+        1: SimpleNamespace(region=None, resources=SimpleNamespace(graphs=None, pass_graphs=None)),
     }
     net = SimpleNamespace(_sft_engine=SimpleNamespace(plan_cache=SimpleNamespace(prepared=prepared)))
     assert smoke._check_graphs(net, torch.device("cuda")) == ("no strip was replayed as a graph", "")

@@ -50,7 +50,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
                     provider.device = former
 
         def run_on_device(region: Any, inputs: RegionInputs, hosts: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-            pool = inputs.slab_pool
+            pool = inputs.resources.slab_pool
             if pool is not None:
                 pool = pools.setdefault(id(pool), HostSlabPool(pool.num_bytes, DEVICE, inputs.host_allocator))
             staging = pools.setdefault(-id(inputs.active_graphs), HostSlabPool(_STAGING_BYTES, DEVICE, inputs.host_allocator))
@@ -59,7 +59,8 @@ def gpu_steps() -> Iterator[FakeGpu]:
                 if name not in streamed:
                     gpu.adopt(tensor)
             with on_device(None if inputs.weights is None else inputs.weights.provider):
-                outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool, staging_pool=staging), hosts)
+                resources = replace(inputs.resources, slab_pool=pool, staging_pool=staging)
+                outputs = run_region(region, replace(inputs, device=DEVICE, resources=resources), hosts)
             gpu.read(*outputs.values())
             return outputs
 

@@ -238,9 +238,9 @@ def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn
 
 def _slabs(net: Any) -> HostSlabPool:
     ready = next(reversed(net._sft_engine.plan_cache.prepared.values()))
-    assert ready.slab_pool is not None
-    found: HostSlabPool = ready.slab_pool
-    return found
+    pool: HostSlabPool | None = ready.resources.slab_pool
+    assert pool is not None
+    return pool
 
 
 def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:

@@ -53,7 +53,7 @@ def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphCache, Ag
     graph = ready.captured.phases.graph
     weights = frozenset(node.name for node in graph.nodes if node.kind in ("parameter", "buffer"))
     store = GraphCache.within(programs, spare_bytes, recorder, weights)
-    engine.plan_cache.prepared[key] = replace(ready, graphs=store)
+    engine.plan_cache.prepared[key] = replace(ready, resources=replace(ready.resources, graphs=store))
     return store, recorder
 
 
@@ -254,7 +254,7 @@ def test_copies_of_a_replay_are_counted() -> None:
 
 def test_on_the_cpu_nothing_is_recorded() -> None:
     net: Any = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
-    assert [ready.graphs for ready in net._sft_engine.plan_cache.prepared.values()] == [None]
+    assert [ready.resources.graphs for ready in net._sft_engine.plan_cache.prepared.values()] == [None]
 
 
 @pytest.mark.gpu
@@ -277,7 +277,7 @@ def test_cuda_graphs_on_a_gpu() -> None:
 
     for source in sources:
         torch.testing.assert_close(step(nets[1], source), step(nets[0], source), rtol=1e-10, atol=1e-10)
-    store = list(nets[1]._sft_engine.plan_cache.prepared.values())[-1].graphs
+    store = list(nets[1]._sft_engine.plan_cache.prepared.values())[-1].resources.graphs
     assert store is not None and store.num_replays > 0
     with sft.measure_peak("cuda") as peak:
         step(nets[1], sources[0])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.torch_runtime.device_pool import BoundPool, DevicePool, PoolLayout
+from sft.torch_runtime.device_pool import DevicePool, PoolLayout
 from tests.helpers.models import ConvNet, image, seeded
 
 _MIB = 2**20
@@ -142,7 +142,7 @@ def test_an_error_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
             depth.pop()
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
-    with pytest.raises(ZeroDivisionError), BoundPool(pool, PoolLayout((20 * _MIB,))).use(torch.device("cuda", 0)):
+    with pytest.raises(ZeroDivisionError), pool.use(torch.device("cuda", 0), PoolLayout((20 * _MIB,))):
         assert depth == [1]
         raise ZeroDivisionError
     assert not depth and cuda.num_pools == 1

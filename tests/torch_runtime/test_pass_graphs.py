@@ -37,7 +37,7 @@ def _recorded(
     assert can_record_passes(ready.region)
     graph = ready.captured.phases.graph
     graphs = PassGraphs(fixed=frozenset(node.name for node in graph.nodes) - graph.call_leaves, recorder=recorder)
-    engine.plan_cache.prepared[key] = replace(ready, pass_graphs=graphs)
+    engine.plan_cache.prepared[key] = replace(ready, resources=replace(ready.resources, pass_graphs=graphs))
     return graphs, recorder
 
 
@@ -390,7 +390,8 @@ def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module], options: dict[st
 
     for seed in range(4):
         torch.testing.assert_close(step(net, seed), step(plain, seed), rtol=1e-10, atol=1e-10)
-    recorded = [each.pass_graphs for each in net._sft_engine.plan_cache.prepared.values() if each.pass_graphs is not None]
+    resources = [each.resources for each in net._sft_engine.plan_cache.prepared.values()]
+    recorded = [each.pass_graphs for each in resources if each.pass_graphs is not None]
     assert sorted(graphs.num_replays for graphs in recorded)[-1] == 3 and all(graphs.is_enabled for graphs in recorded)
     before = torch.cuda.memory_stats()["num_device_alloc"]
     step(net, 4)

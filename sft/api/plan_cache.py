@@ -20,7 +20,7 @@ from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
 from sft.api.capture_cache import CaptureCache, SpecializedModel
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
-from sft.api.plan_search import PlanSearch, computes_little_again
+from sft.api.plan_search import PlanSearch, computes_little_again, first_fitting
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.byte_units import format_bytes
@@ -166,7 +166,7 @@ class PlanCache:
             show_stage(f"search for a plan within {format_bytes(self.settings.budget_bytes)}")
             try:
                 if self.settings.mesh is not None:
-                    return _prepare_on_mesh(request, problems)
+                    return first_fitting(lambda form: prepare_on_mesh(request, form[1], form[0]), problems)
                 specialized, fitted = self._search_forms(request, problems)
                 return prepare(request, fitted, specialized)
             finally:
@@ -230,17 +230,6 @@ class PlanCache:
                 "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
-
-
-def _prepare_on_mesh(request: PlanningRequest, problems: Sequence[tuple[SpecializedModel, PlanningProblem]]) -> PreparedPlan:
-    """The prepared plan of one rank: of the first form that fits on all of them."""
-    errors: list[BudgetError] = []
-    for specialized, problem in problems:
-        try:
-            return prepare_on_mesh(request, problem, specialized)
-        except BudgetError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.needed_bytes)
 
 
 def _is_plan_of(plan: Plan, phases: PhasedGraph) -> bool:

@@ -1,10 +1,18 @@
 """The search stage: ``PlanningProblem -> candidates -> decisions (SegmentChoice*) -> Region``, until a plan fits.
 
-:class:`PlanSearch` tries, in this order: a plan given by the user, the plan made earlier for the same call signature, one made for another
-number of samples, the planner's plan, one with smaller budgets for repeated blocks, and (``Options(weights="auto")``) one with streamed
-weights. Each new plan is one call of the planner (:func:`sft.planner.planner.plan_segments`), which turns a problem into a
-:class:`~sft.planner.materialize.ProjectedPlan`: the decisions, the region that executes them, and the projection of its memory. An attempt
-may change the problem, so the result is a :class:`FittedPlan`, a problem with its plan.
+:class:`PlanSearch` nests searches. Each varies one property of the problem and calls the next::
+
+    fit                 host memory: without a limit, then with that of the machine
+    _fit_recordings     passes: recorded as CUDA graphs or not, whichever is faster
+    _fit_overhead       room: the budget minus what the device takes in addition to tensors (on a GPU)
+    _fit_weights        weights: resident, then streamed (``Options(weights="auto")``)
+    _fit_repeats        budgets of repeated blocks: all residuals, then half as much, and so on
+    plan_segments       one call of the planner
+
+Plans that exist come before new ones: one given by the user, one made earlier for the same call signature, one made for another number of
+samples. The planner (:func:`sft.planner.planner.plan_segments`) turns a problem into a :class:`~sft.planner.materialize.ProjectedPlan`: the
+decisions, the region that executes them, and the projection of its memory. As the problem varies, the result is a :class:`FittedPlan`, a
+problem with its plan.
 
 *On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.overhead_search`). If the allocator's
 rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved. If no plan fits, the
@@ -13,10 +21,12 @@ smallest one is tried, too: the error names its bytes with the overhead, and a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -46,9 +56,10 @@ from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
-__all__ = ["PlanSearch", "overhead_estimator"]
+__all__ = ["PlanSearch", "computes_little_again", "first_fitting", "overhead_estimator"]
 
-
+_Case = TypeVar("_Case")
+_Result = TypeVar("_Result")
 #: FLOPs over plain's of a plan with one more forward pass, and some.
 _MOST_FLOPS = 1.4
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
@@ -78,27 +89,26 @@ class PlanSearch:
             InputError: the given plan is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
-        fitted = self._fit_overhead(problem)
+        fitted = self._fit_recordings(problem)
         if self._fits_free_host(fitted.projected):
             return fitted
         # A limit slows the search down, so it is set only where a plan without one exceeds it.
         limits = self.request.settings.limits
         limited = replace(problem.resources, host_budget_bytes=limits.host_bytes)
         try:
-            return self._fit_overhead(replace(problem, resources=limited))
+            return self._fit_recordings(replace(problem, resources=limited))
         except BudgetError as error:
             host_bytes = fitted.projected.projection.host_bytes
             unlimited = Remedy(settings=("host",), num_bytes=host_bytes, needed_bytes=fitted.needed_bytes, fits=True)
             raise with_remedies(error, [unlimited], f" Of the host's memory {limits.host_note}.") from None
 
-    def fit_projected(self, problem: PlanningProblem, *, streams_weights: bool = False) -> FittedPlan:
+    def fit_projected(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits by its projection, for a problem that was changed; nothing runs on the device.
 
         Raises:
-            BudgetError, UnsupportedError: as :meth:`fit`.
+            BudgetError: none fits.
         """
-        problem = self._with_streamed_weights(problem) if streams_weights else problem
-        return self._with_room_for_overhead(problem, self._remote_estimator(problem) if self._is_for_gpu else None, self._new_plan)
+        return self._fit_overhead(problem, self._remote_estimator(problem) if self._is_for_gpu else None, self._fit_repeats)
 
     def _fits_free_host(self, projected: ProjectedPlan) -> bool:
         """True if the options limit the host memory, or a plan takes no more of it than is free."""
@@ -107,8 +117,8 @@ class PlanSearch:
         projection = projected.projection
         return is_limited or limit is None or projection.host_bytes + projection.staging_bytes <= limit
 
-    def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
-        """Find a plan that fits together with the memory that the device takes in addition to tensors."""
+    def _fit_recordings(self, problem: PlanningProblem) -> FittedPlan:
+        """Find a plan that fits with recorded passes, or without; the faster one of both."""
         is_required = self.request.settings.options.cuda_graphs is True
         estimator = self._overhead_estimator(problem, "strips" if is_required else None)
         recorded = None
@@ -117,7 +127,7 @@ class PlanSearch:
         if recorded is not None and (is_required or _is_untiled(recorded)):
             return recorded
         try:
-            fitted = self._with_room_for_overhead(problem, estimator, self._fit_projected)
+            fitted = self._fit_overhead(problem, estimator, self._fit_weights)
         except BudgetError:
             if recorded is None:
                 raise
@@ -133,7 +143,7 @@ class PlanSearch:
     def _fit_recorded(self, problem: PlanningProblem, estimator: OverheadEstimator) -> FittedPlan | None:
         """A plan with recorded passes that fits; ``None`` if there is none."""
         try:
-            fitted = self._with_room_for_overhead(problem.with_replays(), estimator, self._fit_projected)
+            fitted = self._fit_overhead(problem.with_replays(), estimator, self._fit_weights)
         except BudgetError:
             return None
         return fitted if fitted.projected.projection.records_passes else None
@@ -145,10 +155,10 @@ class PlanSearch:
         seconds = project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
         return seconds if projection.records_passes or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
 
-    def _with_room_for_overhead(
+    def _fit_overhead(
         self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem, Accepts], FittedPlan]
     ) -> FittedPlan:
-        """Find a plan that fits with its overhead."""
+        """Find a plan that fits together with the memory that the device takes in addition to tensors."""
         if estimator is None:
             try:
                 return fit(problem, lambda _problem, _plan: True)
@@ -230,21 +240,24 @@ class PlanSearch:
                     best, best_seconds = replace(candidate, seconds=seconds), seconds
         return best
 
-    def _fit_projected(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
-        """Find a plan that fits by its projection."""
+    def _fit_weights(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
+        """Find a plan that fits by its projection, with resident weights if possible."""
+
+        def fitted(problem: PlanningProblem) -> FittedPlan:
+            return self._known_plan(problem) or self._transferred_plan(problem, accepts) or self._fit_repeats(problem, accepts)
+
         settings = self.request.settings
         is_streamed = self.request.signature.weights_revision is not None or settings.options.streams_weights
         if is_streamed or (settings.plan is not None and settings.plan.streamed_weights > 0):
-            streamed = self._with_streamed_weights(problem)
-            return self._known_plan(streamed) or self._transferred_plan(streamed, accepts) or self._new_plan(streamed, accepts)
+            return fitted(self.with_streamed_weights(problem))
         try:
-            return self._known_plan(problem) or self._transferred_plan(problem, accepts) or self._new_plan(problem, accepts)
+            return fitted(problem)
         except BudgetError as error:
             if settings.options.weights != "auto":
                 raise
             resident_error = error
         try:
-            return self._new_plan(self._with_streamed_weights(problem), accepts)
+            return self._fit_repeats(self.with_streamed_weights(problem), accepts)
         except UnsupportedError:
             raise resident_error from None
         except BudgetError as error:
@@ -254,8 +267,13 @@ class PlanSearch:
         """True if a plan fits together with its overhead."""
         return fitted.needed_bytes <= self.request.settings.budget_bytes
 
-    def _with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
-        """The same problem with streamed weights."""
+    def with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
+        """The same problem with streamed weights.
+
+        Raises:
+            BudgetError: the optimizer's step needs more than the budget.
+            UnsupportedError: the weights cannot be streamed.
+        """
         model, settings, signature = self.request.model, self.request.settings, self.request.signature
         check_can_stream(settings.mesh, settings.sharding)
         weights = weights_to_stream(model, problem.sized.graph, signature.device, settings.options)
@@ -269,24 +287,14 @@ class PlanSearch:
         check_optimizer_step(model, num_bytes, settings.budget_bytes)
         return replace(problem, resources=replace(problem.resources, weights=weights, resident_bytes=num_bytes))
 
-    def _new_plan(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
-        """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
+    def _fit_repeats(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
+        """Find a plan of the planner; if none fits, one with smaller budgets for repeated blocks."""
         settings = self.request.settings
 
         def planned(problem: PlanningProblem) -> FittedPlan:
-            accepted = partial(accepts, problem)
-            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, accepted))
+            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, partial(accepts, problem)))
 
-        try:
-            return planned(problem)
-        except BudgetError as error:
-            least_error = error
-        for smaller in with_smaller_repeats(problem):
-            try:
-                return planned(smaller)
-            except BudgetError as error:
-                least_error = min(least_error, error, key=lambda each: each.needed_bytes)
-        raise least_error
+        return first_fitting(planned, chain([problem], with_smaller_repeats(problem)))
 
     def _known_plan(self, problem: PlanningProblem) -> FittedPlan | None:
         """The plan given by the user, if it matches this call, or the previous one."""
@@ -367,6 +375,21 @@ def overhead_estimator(
         is_training=problem.sized.training,
         cuda_graphs=cuda_graphs,
     )
+
+
+def first_fitting(fit: Callable[[_Case], _Result], cases: Iterable[_Case]) -> _Result:
+    """The result of the first case that fits.
+
+    Raises:
+        BudgetError: none fits; the error of the case that needs least.
+    """
+    errors: list[BudgetError] = []
+    for case in cases:
+        try:
+            return fit(case)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.needed_bytes)
 
 
 def computes_little_again(fitted: FittedPlan) -> bool:

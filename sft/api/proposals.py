@@ -114,7 +114,8 @@ class _Attempts:
                 return None
             self.count += not fitting and not needed
             try:
-                fitting.append(search.fit_projected(changed, streams_weights="weights" in changes))
+                streamed = search.with_streamed_weights(changed) if "weights" in changes else changed
+                fitting.append(search.fit_projected(streamed))
                 if computes_little_again(fitting[-1]):
                     break
             except BudgetError as error:

@@ -43,11 +43,11 @@ from sft.planner.plan_builder import build_plan
 from sft.planner.problem import PlanningProblem
 from sft.planner.repeat_budgets import RetainedGraphCheck
 from sft.runtime.region import Region
-from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
 from sft.torch_runtime.device_pool import PoolLayout
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.pass_graphs import CudaPassRecorder, PassGraphs
+from sft.torch_runtime.pass_settings import autocast_disabled
 from sft.torch_runtime.region_inputs import PlanResources
 
 __all__ = ["PreparedPlan", "planning_context", "prepare", "prepare_on_mesh", "search"]

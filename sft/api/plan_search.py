@@ -51,8 +51,7 @@ from sft.planner.search.timed import timing_candidates
 from sft.planner.search.transfer import can_transfer, transferred_plan
 from sft.runtime.moves import parse_schedule
 from sft.runtime.whole_segment import WholeSegment
-from sft.torch_runtime.algorithm_search import algorithm_search_for
-from sft.torch_runtime.autograd import autocast_disabled
+from sft.torch_runtime.pass_settings import pass_settings
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
@@ -194,7 +193,7 @@ class PlanSearch:
 
     def _with_overhead(self, estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
         """The plan with its overhead in the projection."""
-        with autocast_disabled(self.request.device), self._algorithm_search(fitted.projected):
+        with self._pass_settings(fitted.projected):
             return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
 
     def rank(self, fitted: FittedPlan) -> tuple[bool, float]:
@@ -205,14 +204,14 @@ class PlanSearch:
     def select_algorithms(self, fitted: FittedPlan) -> None:
         """Let libraries select their algorithms for a plan, before the memory of its steps is reserved."""
         if self._runs_on_gpu:
-            with autocast_disabled(self.request.device), self._algorithm_search(fitted.projected):
+            with self._pass_settings(fitted.projected):
                 estimator = self._overhead_estimator(fitted.problem)
                 assert estimator is not None
                 estimator.select_algorithms(fitted.problem, fitted.projected)
 
-    def _algorithm_search(self, projected: ProjectedPlan) -> AbstractContextManager[None]:
-        """Setting of cuDNN with which a plan runs, and with which it is measured."""
-        return algorithm_search_for(projected.region, in_strips=self.request.settings.options.cudnn_benchmark)
+    def _pass_settings(self, projected: ProjectedPlan) -> AbstractContextManager[None]:
+        """Settings of torch with which a plan runs, and with which it is measured."""
+        return pass_settings(projected.region, self.request.device, cudnn_benchmark=self.request.settings.options.cudnn_benchmark)
 
     def fastest(self, fitted: FittedPlan) -> FittedPlan:
         """Time a plan and its rivals on the device; the fastest one. A plan given by the user has no rivals."""
@@ -224,20 +223,19 @@ class PlanSearch:
         records_strips = options.cuda_graphs is True
         scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if records_strips else None
         estimator = self._overhead_estimator(problem, scope)
-        with autocast_disabled(device):
-            with self._algorithm_search(fitted.projected):
-                best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
-            best = replace(fitted, seconds=best_seconds)
-            for rival in rivals:
-                candidate = FittedPlan(problem, rival)
-                if estimator is not None:
-                    candidate = self._with_overhead(estimator, candidate)
-                    if not self._fits_budget(candidate):
-                        continue
-                with self._algorithm_search(rival):
-                    seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
-                if seconds is not None:
-                    best, best_seconds = replace(candidate, seconds=seconds), seconds
+        with self._pass_settings(fitted.projected):
+            best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
+        best = replace(fitted, seconds=best_seconds)
+        for rival in rivals:
+            candidate = FittedPlan(problem, rival)
+            if estimator is not None:
+                candidate = self._with_overhead(estimator, candidate)
+                if not self._fits_budget(candidate):
+                    continue
+            with self._pass_settings(rival):
+                seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
+            if seconds is not None:
+                best, best_seconds = replace(candidate, seconds=seconds), seconds
         return best
 
     def _fit_weights(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:

@@ -5,8 +5,6 @@ outputs as its results. The arguments pass through ``save_for_backward``, so cha
 PyTorch. Gradients are returned, not written: autograd touches ``.grad`` after the last strip, or not at all. A leaf that no used output
 depends on gets no gradient, as in eager PyTorch, rather than zeros, on which an optimizer with momentum or weight decay would act.
 
-Programs contain every cast that they need. Both passes therefore run with autocast off, independent of the caller's setting.
-
 Sources are not tensors: the function keeps the object, and a change of its content in between goes unnoticed. Their gradients are added to
 sinks, strip by strip, while the backward pass runs.
 """
@@ -27,7 +25,6 @@ from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph, will_engine_execute
 from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.runtime.region import Region, Tape
-from sft.torch_runtime.algorithm_search import algorithm_search_for
 from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
@@ -35,7 +32,6 @@ from sft.torch_runtime.pass_graphs import RecordedCall
 from sft.torch_runtime.region_inputs import RegionInputs
 
 __all__ = [
-    "autocast_disabled",
     "check_unmodified",
     "engine_will_execute",
     "run_region",
@@ -63,7 +59,7 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
             return {name: leaves[name] if name in leaves else recorded.outputs[name] for name in region.outputs}
         with (
             torch.no_grad(),
-            _pass_settings(region, inputs),
+            inputs.pass_settings(region),
             inputs.memory(),
             inputs.forward_weights() as weights,
             _running(inputs.machine(backward=False, weights=weights)) as machine,
@@ -86,7 +82,7 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
     inputs.active_graphs.activate(pass_graphs)
 
     def run(leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> tuple[dict[str, torch.Tensor], Tape]:
-        with torch.no_grad(), _pass_settings(region, inputs), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
+        with torch.no_grad(), inputs.pass_settings(region), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
             outputs, tape = region.forward(machine, leaves, keep=keep)
             if offloader is not None:
                 offloader.finish(tape.copies.by_target.values())
@@ -110,7 +106,7 @@ def _forward_with_tape(
 ) -> tuple[dict[str, Any], Tape]:
     """Run a forward pass that a backward pass follows."""
     with (
-        _pass_settings(region, inputs),
+        inputs.pass_settings(region),
         inputs.memory(),
         _quiesce_on_error(offloader),
         inputs.forward_weights() as weights,
@@ -290,7 +286,7 @@ def _run_backward(
     weight_grads: dict[str, torch.Tensor] = {}
     with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
         with (
-            _pass_settings(region, inputs),
+            inputs.pass_settings(region),
             _quiesce_on_error(offloader),
             _running(inputs.machine(backward=True, offloader=offloader, weights=weights)) as machine,
         ):
@@ -315,7 +311,7 @@ def _record_backward(
     region: Region, inputs: RegionInputs, tape: Tape, offloader: HostOffloader | None, output_grads: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Run a backward pass while it is recorded: in the memory pool of the recording."""
-    with _pass_settings(region, inputs), _running(inputs.machine(backward=True, offloader=offloader)) as machine:
+    with inputs.pass_settings(region), _running(inputs.machine(backward=True, offloader=offloader)) as machine:
         return region.backward(machine, tape, output_grads)
 
 
@@ -342,13 +338,6 @@ def _move_lasting_grads(region: Region, inputs: RegionInputs, tensors: Sequence[
         grad = grads.get(name)
         if is_kept and region.graph[name].kind == "parameter" and grad is not None and grad.device.type == inputs.device.type:
             grads[name] = grad.clone()
-
-
-@contextlib.contextmanager
-def _pass_settings(region: Region, inputs: RegionInputs) -> Iterator[None]:
-    """Settings of torch during a pass."""
-    with autocast_disabled(inputs.device), algorithm_search_for(region, in_strips=inputs.cudnn_benchmark):
-        yield
 
 
 @contextlib.contextmanager
@@ -424,13 +413,6 @@ def check_unmodified(value: torch.Tensor, version: int, description: str) -> Non
         raise RuntimeError(
             f"{description} was modified in place after the forward pass, and the backward pass needs it; modify a clone of it instead"
         )
-
-
-def autocast_disabled(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context in which autocast does not change this device's operators."""
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def engine_will_execute(node: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sft.runtime.region import Region
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
@@ -17,6 +18,7 @@ from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_graphs import PassGraphs
+from sft.torch_runtime.pass_settings import pass_settings
 from sft.torch_runtime.pass_statistics import CallStatistics
 from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
@@ -89,6 +91,10 @@ class RegionInputs:
     def has_pool(self) -> bool:
         """True if the passes allocate in a memory pool of their own."""
         return self.resources.pool_layout is not None
+
+    def pass_settings(self, region: Region) -> contextlib.AbstractContextManager[None]:
+        """Settings of torch during a pass of the region."""
+        return pass_settings(region, self.device, cudnn_benchmark=self.cudnn_benchmark)
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Context in which a pass allocates device memory."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import sft
-from sft.torch_runtime.algorithm_search import _SWITCH
 from sft.torch_runtime.machine import TorchMachine
+from sft.torch_runtime.pass_settings import _SWITCH
 from tests.helpers.models import ConvNet, image, seeded
 
 _SHAPE = (2, 3, 48, 40)

@@ -48,7 +48,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "vgg-model bf16",
     ),
     "test_autocast.py::test_grad_scaler": ("dtype1",),
-    "test_autocast.py::test_recurrent_layers": ("None-GRU", "None-LSTM"),
     "test_signals_images_volumes.py::test_any_number_of_axes_is_exact": (
         "1-panels",
         "3-strips",

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import sft
-from examples.models import resnet18
-from tests.helpers.models import TinyUNet, seeded
+from tests.helpers.models import ConvNet, TinyUNet, seeded
 
 _PAGE = Path(__file__).resolve().parents[3] / "docs" / "planning.md"
 
@@ -21,8 +20,8 @@ def plans() -> tuple[sft.Plan, ...]:
     """A tiled plan, a plan for a GPU with all kinds of rows, and one with long names and lists."""
     tiled = sft.plan(seeded(TinyUNet), (2, 3, 40, 24), budget="64MiB", options=sft.Options(tile=(8, 12)))
     with torch.device("meta"):
-        model = resnet18(num_classes=2)
-    gpu = sft.plan(model, (1, 3, 2048, 2048), budget="1GiB", device="cuda")
+        model = ConvNet()
+    gpu = sft.plan(model, (1, 3, 1024, 1024), budget="60MiB", device="cuda")
     rich = replace(
         gpu,
         host_bytes=2**40,
@@ -74,9 +73,9 @@ def test_words_of_a_report_are_defined(plans: tuple[sft.Plan, ...]) -> None:
 
 def test_a_segment_of_one_operator_has_one_label(plans: tuple[sft.Plan, ...]) -> None:
     segments = plans[1].segments
-    single = replace(segments[-1], nodes=segments[-1].nodes[-1:], layers=("fc: linear", "fc: linear"))
+    single = replace(segments[-1], nodes=segments[-1].nodes[-1:], layers=("head: linear", "head: linear"))
     text = replace(plans[1], segments=(*segments[:-1], single)).explain()
-    assert ", 1 operator, fc: linear\n" in text
+    assert ", 1 operator, head: linear\n" in text
     assert not re.search(r"(\S+: \S+) \.\. \1\n|\b1 operators|\(s\)", text)
     panels = [line for plan in plans[:2] for line in plan.explain().splitlines() if line.startswith("  panels")]
     assert panels and all(("of all columns" in line) == (line.split()[1] == "1") for line in panels)

@@ -166,25 +166,33 @@ def lock_file(path: Path, *, creates: bool) -> LockedFile:
         BlockingIOError: another process, or an object of this one, holds the lock.
         OSError: the file cannot be opened.
     """
-    with suppress(BlockingIOError):
+    try:
         return _lock(path, creates=creates)
+    except BlockingIOError:
+        if _holder_pid(path) not in (0, os.getpid()):
+            raise
     gc.collect()  # reference cycles, such as autograd graphs, keep models alive
     return _lock(path, creates=creates)
 
 
 def lock_holder(path: Path) -> str:
     """The holder of a file's lock, as text: the process id where the system provides it."""
-    pid = None
+    pid = _holder_pid(path)
+    if pid == os.getpid():
+        return "this process"
+    return f"another process ({pid})" if pid else "another process"
+
+
+def _holder_pid(path: Path) -> int:
+    """The process that holds a file's lock; 0 where the system does not tell."""
     with suppress(OSError, ValueError):
         status = os.stat(path)
         place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             fields = line.split()
             if fields[1] == "FLOCK" and place in fields:
-                pid = int(fields[4])
-    if pid == os.getpid():
-        return "this process"
-    return f"another process ({pid})" if pid is not None and pid > 0 else "another process"
+                return max(int(fields[4]), 0)  # -1: of a process outside of this container
+    return 0
 
 
 def _lock(path: Path, *, creates: bool) -> LockedFile:

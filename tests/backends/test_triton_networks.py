@@ -37,7 +37,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         3,
         {"FrozenNormCall.run", "FrozenNormCall.sum", "FrozenNormCall.differentiate", "LoadRowsCall.run"},
     ),
-    "folded norm": ("residual, eval norm", (1, 3, 12, 8), {"tile": (8, None)}, 3, {"ConvolutionCall.run", "WeightGradientCall.run"}),
+    "folded norm": ("residual, eval norm", (1, 3, 12, 8), {"tile": (8, None)}, 1, {"ConvolutionCall.run", "WeightGradientCall.run"}),
     "train norm": ("residual, train norm", (2, 3, 8, 6), {"tile": (4, None)}, 1, {"MomentsCall.run", "AffineCall.run", "AffineCall.sum"}),
     "u-net": ("u-net", (1, 3, 8, 6), {"tile": (4, None)}, 3, {"ResizeCall.run", "MaxPoolCall.run", "MaxPoolCall.differentiate"}),
     "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, 1, {"ConvolutionCall.run", "WeightGradientCall.run"}),

@@ -13,25 +13,33 @@
 
 Products that pair pixels with pixels (self-attention) run untiled. ``linear`` along the channels of an image becomes a convolution with a
 kernel of one pixel.
+
+Attention that drops some of its weights is decomposed before all else, as torch documents it, so that its mask follows positions like that
+of any other dropout::
+
+    y = scaled_dot_product_attention(q, k, v, dropout_p=p)    ->    y = dropout(softmax(q k^T / sqrt(E)), p) v
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod, sqrt
 from string import ascii_letters
 from typing import Any
 
 from sft.analysis.ir.axes import Axes
-from sft.analysis.ir.graph import Node, Ref, refs_in
-from sft.analysis.ir.symbolic import same_shape
+from sft.analysis.ir.graph import Graph, Node, Ref, refs_in
+from sft.analysis.ir.symbolic import broadcast_shapes, same_shape
+from sft.analysis.ir.targets import ATTENTION
+from sft.analysis.passes.decompose_reductions import NodeSequence, wide_dtype
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import LayoutTracker, TrackedImage
 
-__all__ = ["MATRIX_PRODUCTS", "rewrite_linear", "rewrite_product"]
+__all__ = ["MATRIX_PRODUCTS", "expand_attention_dropout", "rewrite_linear", "rewrite_product"]
 
-MATRIX_PRODUCTS = frozenset({"aten.matmul.default", "aten.bmm.default", "aten.einsum.default"})
+_MATMUL = "aten.matmul.default"
+MATRIX_PRODUCTS = frozenset({_MATMUL, "aten.bmm.default", "aten.einsum.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +260,65 @@ def rewrite_linear(tracker: LayoutTracker, node: Node) -> bool:
     kernel, convolution = _decompose_linear(node, tracker.nodes[weight.name], tracker.nodes[image.node], tracker.axes)
     tracker.nodes[kernel.name] = kernel
     return tracker.put(convolution, image.layout)
+
+
+def expand_attention_dropout(graph: Graph) -> Graph:
+    """Decompose attention with dropout into two products, a softmax and a dropout; a graph without any is returned unchanged."""
+    nodes = [new for node in graph.nodes for new in _expanded_attention(node, graph)]
+    return replace(graph, nodes=tuple(nodes)) if len(nodes) > len(graph.nodes) else graph
+
+
+def _expanded_attention(node: Node, graph: Graph) -> tuple[Node, ...]:
+    """The nodes that replace attention with dropout; the node alone if it has none, or if its scale follows the image's size."""
+    if node.target != ATTENTION or not node.argument("dropout_p", 0.0):
+        return (node,)
+    query, key, value = (graph[node.argument(name).name] for name in ("query", "key", "value"))
+    scale = node.argument("scale")
+    if scale is None and not isinstance(query.shape[-1], int):
+        return (node,)
+    sequence, dtype = NodeSequence(node), wide_dtype(node.dtype)
+    query, key, value = (sequence.cast(x, dtype, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    if node.argument("enable_gqa", False):
+        key, value = (_repeat_heads(sequence, x, query.shape[-3], name) for x, name in ((key, "keys"), (value, "values")))
+    factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    query = sequence.add("scaled", "aten.mul.Tensor", query.shape, (("self", Ref(query.name)), ("other", factor)), dtype)
+    turned = (*key.shape[:-2], key.shape[-1], key.shape[-2])
+    key = sequence.add("turned", "aten.transpose.int", turned, (("self", Ref(key.name)), ("dim0", -2), ("dim1", -1)), dtype)
+    rank = max(len(query.shape), len(key.shape))
+    shape = (*broadcast_shapes((query.shape[:-2], key.shape[:-2]), rank - 2), query.shape[-2], key.shape[-1])
+    weights = sequence.add("scores", _MATMUL, shape, (("self", Ref(query.name)), ("other", Ref(key.name))), dtype)
+    weights = _mask_scores(sequence, weights, graph)
+    # Rows without any key are zeros, as in torch's own decomposition.
+    weights = sequence.add(
+        "weights", "aten._safe_softmax.default", shape, (("self", Ref(weights.name)), ("dim", -1), ("dtype", None)), dtype
+    )
+    arguments = (("input", Ref(weights.name)), ("p", node.argument("dropout_p")), ("train", True))
+    weights = sequence.add("kept", "aten.dropout.default", shape, arguments, dtype)
+    result = sequence.add("mean", _MATMUL, node.shape, (("self", Ref(weights.name)), ("other", Ref(value.name))), dtype)
+    sequence.cast(result, node.dtype, "rounded")
+    return sequence.finish()
+
+
+def _repeat_heads(sequence: NodeSequence, value: Node, num_heads: int, suffix: str) -> Node:
+    """Keys or values of grouped-query attention, one head for each head of the queries."""
+    shape = (*value.shape[:-3], num_heads, *value.shape[-2:])
+    arguments = (("self", Ref(value.name)), ("repeats", num_heads // value.shape[-3]), ("dim", len(shape) - 3), ("output_size", None))
+    return sequence.add(suffix, "aten.repeat_interleave.self_int", shape, arguments, value.dtype)
+
+
+def _mask_scores(sequence: NodeSequence, scores: Node, graph: Graph) -> Node:
+    """The scores after the mask of attention: added numbers, a table of the keys to read, or the keys up to the query's own position."""
+    node, shape, dtype = sequence.node, scores.shape, scores.dtype
+    this, mask = ("self", Ref(scores.name)), node.argument("attn_mask")
+    if node.argument("is_causal", False):
+        ones = sequence.add("ones", "aten.new_ones.default", shape[-2:], (this, ("size", shape[-2:])), dtype)
+        table = sequence.add("causal", "aten.tril.default", ones.shape, (("self", Ref(ones.name)), ("diagonal", 0)), dtype)
+    elif mask is None:
+        return scores
+    else:
+        table = graph[mask.name]
+        if table.dtype != "bool":
+            addend = ("other", Ref(sequence.cast(table, dtype, "mask").name))
+            return sequence.add("biased", "aten.add.Tensor", shape, (this, addend, ("alpha", 1)), dtype)
+    dropped = sequence.add("dropped", "aten.logical_not.default", table.shape, (("self", Ref(table.name)),), "bool")
+    return sequence.add("masked", "aten.masked_fill.Scalar", shape, (this, ("mask", Ref(dropped.name)), ("value", -inf)), dtype)

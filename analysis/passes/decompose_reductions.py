@@ -40,11 +40,12 @@ __all__ = [
     "rewrite_reduction",
     "rewrite_softmax",
     "select_statistic",
+    "wide_dtype",
     "widen_half",
 ]
 
 _WIDE_DTYPES = {"float16": "float32", "bfloat16": "float32"}
-_ITEMSIZE_BYTES = {"float32": 4, "float64": 8, "int64": 8}
+_ITEMSIZE_BYTES = {"bool": 1, "float32": 4, "float64": 8, "int64": 8}
 
 
 class NodeSequence:
@@ -120,9 +121,14 @@ def _restore_model_shape(sequence: NodeSequence, reduction: _ImageReduction, res
     return sequence.finish()
 
 
+def wide_dtype(dtype: str) -> str:
+    """The element type of sums: fp32 for half types, otherwise the type itself."""
+    return _WIDE_DTYPES.get(dtype, dtype)
+
+
 def widen_half(sequence: NodeSequence, image: Node) -> Node:
     """Cast half types to fp32: their squares and exponentials overflow."""
-    return sequence.cast(image, _WIDE_DTYPES.get(image.dtype, image.dtype), "wide")
+    return sequence.cast(image, wide_dtype(image.dtype), "wide")
 
 
 def _reduce_rest(
@@ -217,7 +223,7 @@ def _moments_over_axes(sequence: NodeSequence, reduction: _ImageReduction) -> tu
     groups = prod(int(lead[dim]) for dim in kept_dims)
     batch = image.shape[0] if per_sample else 1
     arguments = (("self", Ref(image.name)), ("groups", groups), ("per_sample", per_sample), ("axes", reduction.num_axes))
-    dtype = _WIDE_DTYPES.get(image.dtype, image.dtype)
+    dtype = wide_dtype(image.dtype)
     moments = sequence.add("moments", "sft.moments", (batch, groups, 3), arguments, dtype)
     return moments, tuple(lead[dim] for dim in range(len(lead)) if dim not in other_dims)
 

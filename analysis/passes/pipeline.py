@@ -7,6 +7,7 @@ from sft.analysis.ir.graph import Graph
 from sft.analysis.passes.canonicalize import canonicalize
 from sft.analysis.passes.decompose_norms import decompose_norms
 from sft.analysis.passes.decompose_pads import decompose_circular_pads
+from sft.analysis.passes.decompose_products import expand_attention_dropout
 from sft.analysis.passes.decompose_windows import decompose_transposed_convolutions
 from sft.analysis.passes.fold_norms import fold_frozen_norms
 from sft.analysis.passes.infer_attributes import infer_attributes
@@ -27,6 +28,7 @@ def run_passes(graph: Graph, *, folds_norms: bool = True) -> Graph:
         UnsupportedError: a random mask with a shape that depends on the image's size but on none of its values.
     """
     for graph_pass in (
+        expand_attention_dropout,
         canonicalize,
         infer_attributes,
         decompose_norms,

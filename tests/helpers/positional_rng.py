@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -21,6 +22,7 @@ from sft.kernels.rng.philox import draw_seed
 
 __all__ = ["DropPath", "reseed", "seed_of", "with_positional_dropout"]
 
+_attend = F.scaled_dot_product_attention
 _SATURATION = -1.7580993408473766
 
 
@@ -71,6 +73,7 @@ class _Sites:
         self.next = 0
         self._patches.append(pytest.MonkeyPatch())
         self._patches[-1].setattr(F, "dropout", self._dropout)
+        self._patches[-1].setattr(F, "scaled_dot_product_attention", self._attention)
         for name, distribution in _NOISE_LIKE.items():
             self._patches[-1].setattr(torch, name, partial(self._noise_like, distribution))
         for name, (distribution, place) in _NOISE_INTO.items():
@@ -85,6 +88,24 @@ class _Sites:
             return input
         self.next += 1
         return positional_dropout(input, p, site=self.next - 1, seed=self.seed, kind="element")
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *given: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Attention; weights that are dropped are its result for the rows of an identity as values."""
+        if not dropout_p:
+            return _attend(query, key, value, attn_mask, 0.0, *given, **options)
+        unit = torch.eye(key.shape[-2], dtype=key.dtype).expand(*key.shape[:-2], -1, -1)
+        weights = self._dropout(_attend(query, key, unit, attn_mask, 0.0, *given, **options), dropout_p)
+        num_heads_each = query.shape[-3] // key.shape[-3] if options.get("enable_gqa") else 1
+        return weights @ (value if num_heads_each == 1 else value.repeat_interleave(num_heads_each, -3))
 
     def _noise_like(self, distribution: Distribution, like: Tensor) -> Tensor:
         self.next += 1

@@ -177,6 +177,7 @@ _RANDOM_OP_REMEDIES = {
     **dict.fromkeys(
         (target.split(".")[1] for target in _RECURRENT_OPS), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"
     ),
+    "scaled_dot_product_attention": "its scale follows the image's size; give scale= as a number",
     "native_dropout": "use the dropped values, not the mask that it returns",
     "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
 }

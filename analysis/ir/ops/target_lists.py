@@ -167,7 +167,7 @@ CHANNEL_REDUCTIONS = (
 )
 
 #: Per-pixel functions of channels that keep their number or set it by an argument.
-CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "sort", "argsort", "topk")
+CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "sort", "argsort", "topk", "_safe_softmax")
 
 #: Operators with an index tensor, and the argument with the values that they write, if any.
 INDEX_OPS = {

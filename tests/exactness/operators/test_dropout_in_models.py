@@ -279,3 +279,69 @@ def test_a_default_device_of_the_callers_is_not_asked() -> None:
         )
         inside = sft.plan(model, (13, 3, 32, 32), budget="1GiB")
     assert inside == sft.plan(model, (13, 3, 32, 32), budget="1GiB")
+
+
+class _Attention(nn.Module):
+    """Attention of all pixels that drops some of its weights, of two heads for the queries."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.num_heads = form, 1 if form == "grouped" else 2
+        self.query, self.pair = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 2 * 4 * self.num_heads, 1)
+        self.bias, self.last = nn.Parameter(torch.randn(2, 1, 1)), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_pixels = x.shape[2] * x.shape[3]
+        query, key, value = (y.view(x.shape[0], -1, 4, num_pixels).mT for y in (self.query(x), *self.pair(x).chunk(2, 1)))
+        mask: Tensor | None = None
+        if self.form == "table":  # the first queries read no key
+            mask = (torch.arange(num_pixels) > 2)[:, None] & (torch.arange(num_pixels) % 3 > 0)
+        elif self.form == "bias":
+            mask = self.bias * query.mean(-1, keepdim=True)
+        options = {"grouped": {"enable_gqa": True}, "causal": {"is_causal": True, "scale": 0.7}}.get(self.form, {})
+        y = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.3, **options)  # type: ignore[arg-type]
+        return self.last(y.mT.reshape(x.shape[0], 8, *x.shape[2:]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["grouped", "causal", "table", "bias"])
+def test_attention_drops_weights_by_position(form: str) -> None:
+    torch.manual_seed(0)
+    assert_exact(_Attention(form), torch.randn(2, 3, 4, 5), options=sft.Options(tile=(2, None)))
+
+
+class _Encoder(nn.Module):
+    """A vision transformer of torch's own layers, with its default dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layer = nn.Conv2d(3, 8, 4, stride=4), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.patches(x).flatten(2).mT).mean(1)  # type: ignore[no-any-return]
+
+
+def test_torchs_transformer_layer_in_training() -> None:
+    torch.manual_seed(0)
+    model, x = _Encoder(), torch.randn(2, 3, 12, 16)
+    assert_exact(model, x, steps=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sft.compile(model, x.shape)(x).dtype == model(x).dtype
+
+
+class _ChannelAttention(nn.Module):
+    """Channels that attend to channels: the scale of the scores is a function of the number of pixels."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.scale, self.first = scale, nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).flatten(2).unsqueeze(1)
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.3, scale=self.scale).reshape(x.shape[0], 4, *x.shape[2:])
+
+
+def test_attention_with_a_scale_of_the_image_asks_for_a_number() -> None:
+    with pytest.raises(UnsupportedError, match="its scale follows the image's size; give scale= as a number"):
+        sft.compile(_ChannelAttention(None), (1, 3, 8, 6))
+    torch.manual_seed(0)
+    assert_exact(_ChannelAttention(0.2), torch.randn(1, 3, 8, 6), options=sft.Options(tile=(2, None)))

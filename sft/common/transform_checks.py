@@ -147,17 +147,18 @@ _DYNAMO_REASON = (
 def dynamo_disabled(method: CallableT) -> CallableT:
     """Exclude a method, and all that it calls, from ``torch.compile``; the code around it is compiled in pieces."""
 
-    disabled: list[Any] = []
+    disabled: CallableT | None = None
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled  # no list: torch.compile of PyTorch 2.11 warns about its methods
         break_graph_where_compiled()  # this function itself is compiled
         # torch.compiler.disable imports the compiler, which takes a second: wait until another import has loaded it.
         if not is_dynamo_loaded():
             return method(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(method, reason=_DYNAMO_REASON))
-        return disabled[0](*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(method, reason=_DYNAMO_REASON)
+        return disabled(*args, **kwargs)
 
     return cast(CallableT, not_inlined(wrapper))
 

@@ -246,7 +246,7 @@ class _InPlaceRewriter:
             self._batch_norm(node)
         elif name == "aten.dropout.default":
             self._dropout(node)
-        elif name == "aten.dropout_.default":
+        elif name in ("aten.dropout_.default", "aten.feature_dropout_.default"):
             self._dropout_in_place(node)
         elif name == "aten.feature_dropout.default":
             self._feature_dropout(node)
@@ -315,35 +315,37 @@ class _InPlaceRewriter:
 
     def _dropout_in_place(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
-        if train and not 0 < p < 1:
+        if train and p == 1:
             raise _NeedsDecompositionError
-        if not train:
+        if train and p:
+            self._write(node, aten.mul.Tensor, (operand, self._scaled_mask(node)))
+        else:
             self._write(node, aten.alias.default, (operand,))
-            return
-        mask: Any = self._current[operand]
-        for target, *arguments in ((aten.empty_like.default,), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
-            mask = self._create(target, (mask, *arguments))
-            mask.meta = dict(node.meta)
-        self._current[mask] = mask
-        self._write(node, aten.mul.Tensor, (operand, mask))
 
     def _feature_dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
         if train and p == 1:
             raise _NeedsDecompositionError
-        if not train or not p:
-            self._current[node] = self._current[operand]
-            self._aliases[node] = self._aliases[operand]
-            self._aliases[node].add(node)
+        if train and p:
+            self._make(node, aten.mul.Tensor, (operand, self._scaled_mask(node)), shares=False)
             return
-        value = node.meta["val"]
-        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        self._current[node] = self._current[operand]
+        self._aliases[node] = self._aliases[operand]
+        self._aliases[node].add(node)
+
+    def _scaled_mask(self, node: fx.Node) -> fx.Node:
+        """Ones over the probability of a dropout's elements to be kept, and zeros; of whole channels for a feature dropout."""
+        operand, p, _ = _all_arguments(node)
+        value, blank = node.meta["val"], (aten.empty_like.default,)
+        if "feature" in str(node.target):
+            sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+            value, blank = value.new_empty(sizes), (aten.new_empty.default, sizes)
         mask: Any = self._current[operand]
-        for target, *arguments in ((aten.new_empty.default, sizes), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
+        for target, *arguments in (blank, (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
             mask = self._create(target, (mask, *arguments))
-            mask.meta = {**node.meta, "val": value.new_empty(sizes)}
+            mask.meta = {**node.meta, "val": value}
         self._current[mask] = mask
-        self._make(node, aten.mul.Tensor, (operand, mask), shares=False)
+        return mask  # type: ignore[no-any-return]
 
     def _cast(self, node: fx.Node) -> None:
         operand, result = node.args[0], node.meta["val"]

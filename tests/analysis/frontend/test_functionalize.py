@@ -127,6 +127,7 @@ _SIMPLE |= {
     "channel dropout": (nn.Sequential(nn.Dropout2d(0.3), nn.ReLU(inplace=True), nn.InstanceNorm2d(4, affine=True)), (2, 4, 6, 7)),
     "tracking": (nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU(inplace=True)), (2, 4, 6, 7)),
     "like another": (_Calls(_like_another), (2, 4, 6, 7)),
+    "channel dropout in place": (nn.Sequential(nn.ReLU(), *(nn.Dropout2d(p, inplace=True) for p in (0.3, 0.0)), nn.ReLU()), (2, 4, 6, 7)),
     "volume dropout": (nn.Sequential(nn.Dropout3d(0.3), nn.Dropout3d(0.0)), (2, 4, 3, 6, 7)),
 }
 

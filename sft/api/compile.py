@@ -44,37 +44,44 @@ def compile(
     """Wrap ``model`` in a module that computes the same outputs and gradients inside ``budget`` bytes.
 
     Args:
-        model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded by ``fully_shard`` (FSDP2),
-            applied before to the model and any of its submodules. Outputs, gradients and updates are those of unsharded weights.
-        input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. Inputs of three to five dimensions
-            are images; a model without images (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on full tensors. ``None`` denotes
-            an extent that varies; planning then waits for the first call. A new size is planned on first use. A tensor (on any
-            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) gives its shape, its element type if that is an
-            integer type, a channels-last layout, and a requested gradient if it requires one. Alternatively the input itself, if it is
-            to be read in strips (an array, a slide, a source): the plan is then for inputs that are never resident. A dictionary
-            describes calls by name, ``net(**batch)``; a dictionary inside a sequence describes one among the arguments, ``net(batch)``.
+        model: an ``nn.Module`` of supported operators. It is shared, not copied. ``fully_shard`` (FSDP2) may have sharded its weights:
+            outputs, gradients and updates are those of unsharded weights.
+        input_shape: shape of the input, such as ``(N, C, H, W)``, or a sequence of shapes for several inputs. Inputs of three to five
+            dimensions are images; a model without images (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on full tensors.
+            A new size is planned at its first use. In place of a shape:
+
+            - ``None`` for an extent that varies: planning waits for the first call;
+            - a tensor on any device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``: its shape, integer type,
+              channels-last layout, and ``requires_grad``;
+            - the input itself (an array, a slide, a source), which is read in strips and never resident;
+            - a dictionary for calls by name, ``net(**batch)``; inside a sequence, for a dictionary among the arguments, ``net(batch)``.
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
-            if ``optimizer`` is given, inputs, outputs, and all memory of the step. Or ``"auto"``: what the device has free, less a margin,
-            read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default: `None` (the budget of a given
-            ``plan``, otherwise ``"auto"``).
-        device: device of the computation, to which the model is moved; for a model on the meta device, the kind of device to plan for
-            (``"cpu"`` or ``"cuda"``), which need not be in this machine. Default: the model's device.
-        optimizer: its state counts in the budget: the present state, or before its first step the projected one. Alternatively the bytes
-            of the state.
-        output: destination of the outputs of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
-            larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
-            strip. Or the path of a ``.npy`` file (a list with one per output for several outputs): the output is then a tensor that maps
-            the file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
+            if ``optimizer`` is given, inputs, outputs, and all memory of the step. On a mesh, of each rank. ``"auto"`` is what the device
+            has free, less a margin, read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default:
+            `None` (the budget of ``plan``, otherwise ``"auto"``).
+        device: device of the computation, to which the model is moved. For a model on the meta device, the kind of device to plan for
+            (``"cpu"`` or ``"cuda"``), which need not be in this machine. Default: `None` (the model's device).
+        optimizer: its state counts in the budget: the present state, or before its first step the projected one. Or the bytes of the
+            state.
+        output: destination of the outputs of every call. Outside of ``"device"`` their bytes do not count in ``budget``.
+
+            - ``"device"``;
+            - ``"host"``: CPU tensors, which may be larger than the device. They leave it strip by strip, losses on them run on the host,
+              and their gradients enter strip by strip;
+            - the path of a ``.npy`` file, or a list with a path for each of several outputs: a tensor that maps the file. The file
+              appears when a call has succeeded, and the next call replaces it;
+            - ``"band"``: see ``mesh``.
         plan: a plan from :func:`plan` or from JSON, used for calls with its input shapes and its placements of inputs and outputs. A plan
             that needs more than ``budget`` on this machine is refused.
-        mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out): all its ranks
-            compile and call the model together. Ranks along ``"band"`` share one image, of which each computes a band of rows; all of them
-            pass the same input (a tensor of the full image, or a source, of which each rank reads its own rows and a halo).
-            Outputs are complete and equal on all of them, so that each computes the same loss. With ``output="band"`` image outputs
-            stay on the rank that computes them, ``net.band_rows(output)`` gives its rows, and the minimised loss is the sum
-            over bands of each rank's loss on its own rows. Ranks along ``"replica"`` have different images. After ``backward`` the
-            parameters' gradients are equal on all ranks: sums over bands, means over replicas. Or a pair ``(replicas, bands)``, to plan
-            without processes. ``budget`` is per rank.
+        mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out), or a pair
+            ``(replicas, bands)``, to plan without processes. All ranks compile and call the model together.
+
+            - Ranks along ``"band"`` share an image: each computes a band of rows. All pass the same input (a tensor of the full image, or
+              a source, of which each rank reads its own rows and a halo). Outputs are complete and equal on all of them.
+            - With ``output="band"`` each rank has its own rows of image outputs, ``net.band_rows(output)``. The minimised loss is the sum
+              over bands of each rank's loss.
+            - Ranks along ``"replica"`` have different images.
+            - After ``backward`` the gradients of parameters are equal on all ranks: sums over bands, means over replicas.
         options: options of the plan.
 
     Raises:
@@ -83,23 +90,11 @@ def compile(
         InputError: an argument is wrong.
     """
     destination = resolve_output(output)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be an nn.Module, got {_kind(model)}")
-    if isinstance(model, CompiledModule):
-        raise InputError("the model is compiled already; compile the original")
-    check_capturable(model)
-    if options is not None and not isinstance(options, Options):
-        raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
-        received = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
-        raise InputError(
-            f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out for training without one"
-        )
-    resolved_mesh = resolve_mesh(mesh, (options or Options()).mesh_timeout)
+    _check_types(model, options, optimizer, plan)
+    options = options or Options()
+    resolved_mesh = resolve_mesh(mesh, options.mesh_timeout)
     if destination.in_bands and resolved_mesh is None:
         raise InputError("output='band' is for several ranks: give a mesh, or output='device'")
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
     if plan is not None and (resolved_mesh is not None or plan.mesh is not None):
         raise InputError("plan is for a single device: leave it out with mesh=..., or make it again without a mesh")
     input_shape, structure = bind_shapes(model, input_shape)
@@ -109,16 +104,16 @@ def compile(
         budget = AUTO if plan is None else plan.budget_bytes
     if not is_automatic(budget):
         budget = parse_bytes(budget)  # a mistake is reported before the model moves
-    if (options or Options()).streams_weights:
+    if options.streams_weights:
         check_can_stream(resolved_mesh, None)
     device_type = planned_device_type(model, device)
     if device is not None and not device_type:
-        _move_to_device(model, available_device(device), options or Options())
-    budget_bytes, limits = resolve_limits(model, options or Options(), optimizer, budget=budget, device_type=device_type)
+        _move_to_device(model, available_device(device), options)
+    budget_bytes, limits = resolve_limits(model, options, optimizer, budget=budget, device_type=device_type)
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
-        options=options or Options(),
+        options=options,
         optimizer=optimizer,
         plan=plan,
         destination=destination,
@@ -163,9 +158,27 @@ def plan(
     return result
 
 
-def _kind(model: object) -> str:
-    """Type of an object that is no module, for a message."""
-    return f"the class {model.__name__}; give an instance" if isinstance(model, type) else type(model).__name__
+def _check_types(model: Any, options: Any, optimizer: Any, plan: Any) -> None:
+    """Refuse arguments of other types, and models that are compiled already or cannot be captured.
+
+    Raises:
+        InputError: an argument is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; give an instance" if isinstance(model, type) else type(model).__name__
+        raise InputError(f"model must be an nn.Module, got {kind}")
+    if isinstance(model, CompiledModule):
+        raise InputError("the model is compiled already; compile the original")
+    check_capturable(model)
+    if options is not None and not isinstance(options, Options):
+        raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
+        received = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
+        raise InputError(
+            f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out for training without one"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
 
 
 def _move_to_device(model: nn.Module, device: torch.device, options: Options) -> None:

@@ -16,10 +16,9 @@ from sft.distributed.transport import RankGroup
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Program
 from sft.lower.running_reductions import partial_shape
-from sft.runtime.carry_cache import CarryCache
-from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, Residuals, ValueBindings
+from sft.runtime.machine import Buffer, Gradients, Machine, Residuals, ValueBindings
 from sft.runtime.tiled_layout import Sweep
-from sft.runtime.tiled_segment import TiledSegment
+from sft.runtime.tiled_segment import SweepRun, TiledSegment
 from sft.runtime.whole_segment import WholeSegment
 
 __all__ = ["BandSegment", "BandWholeSegment", "OwnedGradMask"]
@@ -64,32 +63,14 @@ class BandSegment(TiledSegment):
         """Strips before each sweep, forward."""
         return {sweep: number * self.schedule.num_steps for number, sweep in enumerate(self.sweeps)}
 
-    def _run_forward(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        cache: CarryCache,
-        index: int,
-        sweep: Sweep,
-        partial: Mapping[str, Buffer] | None,
-    ) -> None:
+    def _run_forward(self, run: SweepRun, index: int, partial: Mapping[str, Buffer] | None) -> None:
         if partial is not None:  # restored strips run again in the backward pass, where `_run_joint` counts them
-            cast(BandMachine, machine).comm_queue.reach(self._strips_before[sweep] + index)
-        super()._run_forward(machine, values, cache, index, sweep, partial)
+            cast(BandMachine, run.machine).comm_queue.reach(self._strips_before[run.sweep] + index)
+        super()._run_forward(run, index, partial)
 
-    def _run_joint(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        cache: CarryCache,
-        grads: Gradients,
-        index: int,
-        sweep: Sweep,
-        carried: dict[str, Buffer],
-        weight: int,
-    ) -> dict[str, Buffer]:
-        cast(BandMachine, machine).comm_queue.reach(self.timeline.num_strips - self._strips_before[sweep] - index - 1)
-        return super()._run_joint(machine, values, cache, grads, index, sweep, carried, weight)
+    def _run_joint(self, run: SweepRun, grads: Gradients, index: int, carried: dict[str, Buffer], weight: int) -> dict[str, Buffer]:
+        cast(BandMachine, run.machine).comm_queue.reach(self.timeline.num_strips - self._strips_before[run.sweep] - index - 1)
+        return super()._run_joint(run, grads, index, carried, weight)
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
         band_machine = cast(BandMachine, machine)
@@ -104,16 +85,17 @@ class BandSegment(TiledSegment):
                 )
         super().close_reductions(machine, values, partial, chunk)
 
-    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+    def _source_slice(self, run: SweepRun, tensors: ValueBindings | Gradients, name: str, step: StripStep) -> Buffer:
         if isinstance(tensors, ValueBindings) and name in tensors.loaders:
-            return super()._source_slice(machine, tensors, name, step, sweep)
-        rows = self.scope_of(sweep).rows_read(step)[name].shift(-self.first_rows[name])
-        columns = self.panels[sweep.panel][name].new
-        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
+            return super()._source_slice(run, tensors, name, step)
+        rows = self.scope_of(run.sweep).rows_read(step)[name].shift(-self.first_rows[name])
+        columns = self.panels[run.sweep.panel][name].new
+        return run.machine.view(tensors.by_name[name], run.sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
-        rows, columns = self.output_region(name, step, sweep)
-        return machine.view(tensors.by_name[name], sweep.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
+    def _output_slice(self, run: SweepRun, tensors: ValueBindings | Gradients, name: str, step: StripStep) -> Buffer:
+        rows, columns = self.output_region(name, step, run.sweep)
+        rows = rows.shift(-self.first_rows[name])
+        return run.machine.view(tensors.by_name[name], run.sweep.chunk, rows, columns, axes=self.scope.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,24 @@ from sft.runtime.streamed_inputs import open_loaders, reads_skipped_strips
 from sft.runtime.strip_policy import StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
-__all__ = ["TiledSegment"]
+__all__ = ["SweepRun", "TiledSegment"]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """A sweep that a machine runs.
+
+    Attributes:
+        machine: runs the programs.
+        sweep: the sweep.
+        values: sources and side inputs.
+        cache: rows that its strips carry.
+    """
+
+    machine: Machine
+    sweep: Sweep
+    values: ValueBindings
+    cache: CarryCache
 
 
 @dataclass(kw_only=True)
@@ -110,11 +127,11 @@ class TiledSegment(TiledLayout):
         selection = self.strip_policy.select_forward(machine, self, values, sweep)
         cache = CarryCache(selection=selection.with_strips_before(start.complete))
         with open_loaders(machine, self, values.by_name, direction, sweep, first=start.first, selection=cache.selection) as loaders:
-            streaming = ValueBindings(values.by_name, loaders)
+            run = SweepRun(machine, sweep, ValueBindings(values.by_name, loaders), cache)
             if start.first:
-                self._append_unread_rows(machine, cache, start.first, sweep)
+                self._append_unread_rows(run, start.first)
             for index in range(start.first, last):
-                self._run_forward(machine, streaming, cache, index, sweep, partial)
+                self._run_forward(run, index, partial)
                 if index in kept:
                     cache.retain(self.schedule.carried_rows(index + 1))
                 else:
@@ -130,12 +147,12 @@ class TiledSegment(TiledLayout):
         known_rows = {name: machine.known_rows(values.by_name[name]) for name in self.scope.outputs}
         return sweep_start(self.schedule, known_rows) if any(known_rows.values()) else FULL_SWEEP
 
-    def _append_unread_rows(self, machine: Machine, cache: CarryCache, index: int, sweep: Sweep) -> None:
+    def _append_unread_rows(self, run: SweepRun, index: int) -> None:
         """Zeros in place of the rows carried into the first strip of a sweep that starts below: no row that counts reads them.
 
         Their blocks are those of a full sweep, so that they are dropped at the same strips.
         """
-        state, scope = self.schedule.carried_rows(index), self.scope_of(sweep)
+        state, scope = self.schedule.carried_rows(index), self.scope_of(run.sweep)
         blocks: list[tuple[str, Interval]] = []
         missing = {name: len(rows) for name, rows in state.items()}
         earlier = index
@@ -147,36 +164,29 @@ class TiledSegment(TiledLayout):
                     blocks.append((node.name, node.appended))
                     missing[node.name] -= len(common)
         for name, rows in reversed(blocks):
-            cache.append(name, rows, machine.allocate(scope.strip_shape(name, len(rows)), scope.dtype_of(name), zero=True))
-        cache.retain(state)
+            run.cache.append(name, rows, run.machine.allocate(scope.strip_shape(name, len(rows)), scope.dtype_of(name), zero=True))
+        run.cache.retain(state)
 
-    def _run_forward(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        cache: CarryCache,
-        index: int,
-        sweep: Sweep,
-        partial: Mapping[str, Buffer] | None,
-    ) -> None:
+    def _run_forward(self, run: SweepRun, index: int, partial: Mapping[str, Buffer] | None) -> None:
         """Run one strip forward, or share the rows of the strip before it if the selection leaves it out."""
+        machine, sweep, values, cache = run.machine, run.sweep, run.values, run.cache
         step, program = self.step(index), self.program("forward" if partial is not None else "restore", index, sweep)
         if not cache.selection.runs(index):
             for node, source in zip(step.nodes, self.step(index - 1).nodes, strict=True):
                 if Port("append", node.name) in program.results:
                     cache.append_equal(node.name, node.appended, source.appended)
-            self._skip(machine, program, step, sweep, values)
+            self._skip(run, program, step)
             return
         # The outputs and sums of the strips that this one represents are written here; their carried rows are shared when they are skipped.
         weight = 1 if partial is None else cache.selection.weight(index, step=1)
-        bindings = self._bind(machine, program, step, sweep, values, cache)
+        bindings = self._bind(run, program, step)
         host_strips: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
             if port.role == "out" and self.is_exchanged(port):
                 host_strips[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
                 bindings[port] = host_strips[port.name]
             elif port.role == "out":
-                bindings[port] = self._output_slice(machine, values, port.name, step, sweep)
+                bindings[port] = self._output_slice(run, values, port.name, step)
             elif port.role == "partial":
                 assert partial is not None
                 bindings[port] = partial[port.name]
@@ -190,7 +200,7 @@ class TiledSegment(TiledLayout):
         bindings.clear()
         for offset in range(1, weight):
             for name, buffer in outputs.items():
-                machine.copy(self._output_slice(machine, values, name, self.step(index + offset), sweep), buffer)
+                machine.copy(self._output_slice(run, values, name, self.step(index + offset)), buffer)
         del outputs
         for name in list(host_strips):
             strip = host_strips.pop(name)
@@ -199,55 +209,54 @@ class TiledSegment(TiledLayout):
                 machine.write_output(values.by_name[name], strip, sweep.chunk, rows, columns, axes=self.scope.axes)
             del strip
 
-    def _skip(self, machine: Machine, program: Program, step: StripStep, sweep: Sweep, values: ValueBindings) -> None:
+    def _skip(self, run: SweepRun, program: Program, step: StripStep) -> None:
         """Leave a strip out; its inputs are read and dropped if the loaders expect that."""
-        self.strip_policy.skip(machine, program)
-        if values.loads_skipped:
+        self.strip_policy.skip(run.machine, program)
+        if run.values.loads_skipped:
             for port in program.ports:
-                if port.role == "source" and port.name in values.loaders:
-                    values.loaders[port.name].take(self.reads(step, sweep)[port.name])
+                if port.role == "source" and port.name in run.values.loaders:
+                    run.values.loaders[port.name].take(self.reads(step, run.sweep)[port.name])
 
-    def _bind(
-        self, machine: Machine, program: Program, step: StripStep, sweep: Sweep, values: ValueBindings, cache: CarryCache
-    ) -> dict[Port, Buffer]:
+    def _bind(self, run: SweepRun, program: Program, step: StripStep) -> dict[Port, Buffer]:
         """Bindings of the ports that forward and backward programs have in common; without data, of those that take memory along."""
         bindings: dict[Port, Buffer] = {}
-        if not machine.has_data:
+        values, sweep = run.values, run.sweep
+        if not run.machine.has_data:
             reads = [port for port in program.ports if port.role == "source" and port.name in values.loaders] if values.loaders else ()
             return {port: values.loaders[port.name].take(self.reads(step, sweep)[port.name]) for port in reads}
         for port in program.ports:
             if port.role == "source":
-                bindings[port] = self._source_slice(machine, values, port.name, step, sweep)
+                bindings[port] = self._source_slice(run, values, port.name, step)
             elif port.role == "side":
-                bindings[port] = self._side(machine, values, port.name, sweep.chunk)
+                bindings[port] = self._side(run, values, port.name)
             elif port.role == "carry":
-                bindings[port] = cache.slices(port.name, step[port.name].carried)
+                bindings[port] = run.cache.slices(port.name, step[port.name].carried)
             elif port.role == "origin":
                 bindings[port] = self.origin(port.name, step, sweep)
         return bindings
 
-    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+    def _source_slice(self, run: SweepRun, tensors: ValueBindings | Gradients, name: str, step: StripStep) -> Buffer:
         """View of the rows that a strip reads of a source, or of the source's gradient."""
-        rows, columns = self.reads(step, sweep)[name], self.columns_of(name, sweep).new
+        rows, columns = self.reads(step, run.sweep)[name], self.columns_of(name, run.sweep).new
         loader = tensors.loaders.get(name) if isinstance(tensors, ValueBindings) else None
         if loader is not None:
-            return machine.view(loader.take(rows), None, None, columns, axes=self.scope.axes)
-        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
+            return run.machine.view(loader.take(rows), None, None, columns, axes=self.scope.axes)
+        return run.machine.view(tensors.by_name[name], run.sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _zero_rows(self, machine: BufferOps, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+    def _zero_rows(self, run: SweepRun, name: str, step: StripStep) -> Buffer:
         """Zeros for a strip's gradient of an input that is not resident: full-width rows, as a sink takes them."""
-        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, sweep)[name]))
-        return machine.allocate((len(sweep.chunk), *shape[1:]), self.scope.sink_dtype(name), zero=True)
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, run.sweep)[name]))
+        return run.machine.allocate((len(run.sweep.chunk), *shape[1:]), self.scope.sink_dtype(name), zero=True)
 
-    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+    def _output_slice(self, run: SweepRun, tensors: ValueBindings | Gradients, name: str, step: StripStep) -> Buffer:
         """View of the region that a strip writes of a streamed output, or that it reads of the output's gradient."""
-        rows, columns = self.output_region(name, step, sweep)
-        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
+        rows, columns = self.output_region(name, step, run.sweep)
+        return run.machine.view(tensors.by_name[name], run.sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _side(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, chunk: Interval) -> Buffer:
+    def _side(self, run: SweepRun, tensors: ValueBindings | Gradients, name: str) -> Buffer:
         """A side input, or its gradient: of some batch elements where it has them."""
         buffer = tensors.by_name[name]
-        return machine.view(buffer, chunk, None) if name in self.scope.per_sample else buffer
+        return run.machine.view(buffer, run.sweep.chunk, None) if name in self.scope.per_sample else buffer
 
     def backward(
         self, machine: Machine, values: ValueBindings, caches: list[CarryCache | None], grads: Gradients, *, consume: bool = True
@@ -275,17 +284,15 @@ class TiledSegment(TiledLayout):
         selection = self.strip_policy.select_backward(machine, self, grads, sweep, cache.selection)
         with open_loaders(machine, self, values.by_name, "backward", sweep, selection=selection) as loaders:
             streaming = ValueBindings(values.by_name, loaders, reads_skipped_strips(self, "backward"))
-            self._sweep_reverse(machine, streaming, cache, grads, sweep, selection)
+            self._sweep_reverse(SweepRun(machine, sweep, streaming, cache), grads, selection)
 
-    def _sweep_reverse(
-        self, machine: Machine, values: ValueBindings, cache: CarryCache, grads: Gradients, sweep: Sweep, selection: StripSelection
-    ) -> None:
+    def _sweep_reverse(self, run: SweepRun, grads: Gradients, selection: StripSelection) -> None:
         """Run the checkpoint actions of a sweep: strips forward to restore states, and backward."""
-        schedule = self.schedule
+        schedule, cache = self.schedule, run.cache
         carried: dict[str, Buffer] = {}
         for action in self.checkpoints.actions(schedule.num_steps):
             if action.kind == "forward":
-                self._run_forward(machine, values, cache, action.strip, sweep, None)
+                self._run_forward(run, action.strip, None)
                 if action.drops:
                     cache.advance(schedule.row_changes(action.strip))
                 else:
@@ -293,39 +300,27 @@ class TiledSegment(TiledLayout):
                 continue
             if selection.runs(action.strip):
                 weight = selection.weight(action.strip, step=-1)
-                carried = self._run_joint(machine, values, cache, grads, action.strip, sweep, carried, weight)
+                carried = self._run_joint(run, grads, action.strip, carried, weight)
             else:  # the gradients of the rows carried in equal those of the rows carried out
-                self._skip(machine, self.program("joint", action.strip, sweep), self.step(action.strip), sweep, values)
+                self._skip(run, self.program("joint", action.strip, run.sweep), self.step(action.strip))
             cache.release(schedule.carried_rows(action.strip))
 
-    def _run_joint(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        cache: CarryCache,
-        grads: Gradients,
-        index: int,
-        sweep: Sweep,
-        carried: dict[str, Buffer],
-        weight: int,
-    ) -> dict[str, Buffer]:
+    def _run_joint(self, run: SweepRun, grads: Gradients, index: int, carried: dict[str, Buffer], weight: int) -> dict[str, Buffer]:
         """Differentiate a strip and the ``weight - 1`` strips before it that it represents.
 
         Args:
-            machine: runs the program.
-            values: sources and side inputs.
-            cache: carried rows.
+            run: its sweep.
             grads: gradients, read and added to.
             index: the strip.
-            sweep: its sweep.
             carried: gradients of the rows that the strip carries out, emptied.
             weight: number of strips that it represents.
 
         Returns:
             Gradients of the rows carried into the strip.
         """
+        machine, sweep = run.machine, run.sweep
         step, program = self.step(index), self.program("joint", index, sweep)
-        bindings = self._bind(machine, program, step, sweep, values, cache)
+        bindings = self._bind(run, program, step)
         sink_grads: dict[str, Buffer] = {}
         separate_grads: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
@@ -334,22 +329,20 @@ class TiledSegment(TiledLayout):
                 rows, columns = self.output_region(port.name, step, sweep)
                 machine.read_output_grad(grads.by_name[port.name], bindings[port], sweep.chunk, rows, columns, axes=self.scope.axes)
             elif port.role == "grad_out":
-                if port.name in self.scope.streamed:
-                    bindings[port] = self._output_slice(machine, grads, port.name, step, sweep)
-                else:
-                    bindings[port] = self._side(machine, grads, port.name, sweep.chunk)
+                is_streamed = port.name in self.scope.streamed
+                bindings[port] = self._output_slice(run, grads, port.name, step) if is_streamed else self._side(run, grads, port.name)
             elif port.role == "grad_carry":
                 bindings[port] = carried.pop(port.name)
             elif port.role == "grad_source" and port.name in grads.sinks:
-                sink_grads[port.name] = self._zero_rows(machine, port.name, step, sweep)
+                sink_grads[port.name] = self._zero_rows(run, port.name, step)
                 columns = self.columns_of(port.name, sweep).new
                 bindings[port] = machine.view(sink_grads[port.name], None, None, columns, axes=self.scope.axes)
             elif port.role == "grad_source" and weight > 1:
                 bindings[port] = separate_grads[port.name] = machine.allocate(slot.shape, slot.dtype, zero=True)
             elif port.role == "grad_source":
-                bindings[port] = self._source_slice(machine, grads, port.name, step, sweep)
+                bindings[port] = self._source_slice(run, grads, port.name, step)
             elif port.role == "grad_side":
-                bindings[port] = self._side(machine, grads, port.name, sweep.chunk)
+                bindings[port] = self._side(run, grads, port.name)
         with self.strip_policy.weighted(machine, self, index, program, bindings, sweep, weight):
             results, _ = machine.run(program, bindings)
         bindings.clear()
@@ -358,5 +351,5 @@ class TiledSegment(TiledLayout):
             for name, gradient in sink_grads.items():
                 machine.add_to_sink(grads.sinks[name], sweep.chunk, self.reads(target, sweep)[name], gradient)
             for name, gradient in separate_grads.items():
-                machine.add(self._source_slice(machine, grads, name, target, sweep), gradient)
+                machine.add(self._source_slice(run, grads, name, target), gradient)
         return {port.name: buffer for port, buffer in results.items()}

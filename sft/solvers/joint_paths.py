@@ -67,9 +67,7 @@ def build_edges(
     edges: list[Edge] = []
     lengths = [length for length in range(1, min(longest, n) + 1) if length <= 8 or length == n or length % max(1, length // 8) == 0]
     for i in range(n):
-        edges.append(
-            _with_weights(chain, kept_edge(chain, i + 1), i + 1, i + 1, streamed_weights, EdgeKind(first=i + 1, last=i + 1, mode="keep"))
-        )
+        edges.append(_with_weights(chain, kept_edge(chain, i + 1), EdgeKind(first=i + 1, last=i + 1, mode="keep"), streamed_weights))
         for length in lengths:
             if i + length <= n:
                 edges += _nested_edges(chain, table, i, i + length, max_points, adaptive, streamed_weights)
@@ -177,10 +175,10 @@ def _nested_edges(
             output_bytes=chain.activation_bytes(j),
         )
         kind = EdgeKind(first=i + 1, last=j, mode="nested", num_buckets=num_buckets)
-        yield _with_weights(chain, edge, i + 1, j, streamed_weights, kind)
+        yield _with_weights(chain, edge, kind, streamed_weights)
     if adaptive:
         edge = replace(edge, backward_curve=table.row(i, j), bucket_bytes=table.bucket_bytes)
-        yield _with_weights(chain, edge, i + 1, j, streamed_weights, EdgeKind(first=i + 1, last=j, mode="nested"))
+        yield _with_weights(chain, edge, EdgeKind(first=i + 1, last=j, mode="nested"), streamed_weights)
 
 
 def _alternative_edges(chain: StageChain, alternative: Alternative, streamed_weights: Collection[int]) -> Iterator[Edge]:
@@ -211,17 +209,17 @@ def _alternative_edges(chain: StageChain, alternative: Alternative, streamed_wei
                 up_backward_bytes=source_streamed * x_in + target_streamed * (y_out + (x_out if alternative.reads_output else 0)),
                 host_bytes=target_streamed * (x_out + y_out),
             )
-            yield _with_weights(chain, edge, i + 1, j, streamed_weights, EdgeKind(first=i + 1, last=j, mode=alternative.mode))
+            yield _with_weights(chain, edge, EdgeKind(first=i + 1, last=j, mode=alternative.mode), streamed_weights)
 
 
-def _with_weights(chain: StageChain, edge: Edge, first: int, last: int, streamed_weights: Collection[int], kind: EdgeKind) -> Edge:
+def _with_weights(chain: StageChain, edge: Edge, kind: EdgeKind, streamed_weights: Collection[int]) -> Edge:
     """The edge with its label, its nodes as cuts, and its streamed weights. A recomputing backward reads them once more."""
-    sizes = [chain.stage(i).weight_bytes for i in range(first, last + 1) if i in streamed_weights]
+    sizes = [chain.stage(i).weight_bytes for i in range(kind.first, kind.last + 1) if i in streamed_weights]
     total, largest = sum(sizes), max(sizes, default=0)
     window_bytes = total if kind.mode not in ("keep", "nested") else largest
     changes: dict[str, object] = {"label": kind}
     if kind.mode == "keep":
-        changes |= {"source": 2 * (first - 1), "target": 2 * last}
+        changes |= {"source": 2 * (kind.first - 1), "target": 2 * kind.last}
     if total:
         changes |= {
             "forward_need_bytes": edge.forward_need_bytes + window_bytes,

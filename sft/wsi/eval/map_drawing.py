@@ -25,6 +25,7 @@ __all__ = ["Grids", "cells_extent", "draw_overlay"]
 Grids = tuple[sft.PositionGrid, sft.PositionGrid]
 
 
+@rc_context(PLAIN_TEXT)
 def draw_overlay(
     path: Path,
     small: Pixels,
@@ -51,8 +52,27 @@ def draw_overlay(
     Raises:
         RunFolderError: it cannot be written.
     """
-    with rc_context(PLAIN_TEXT):
-        _draw_overlay(path, small, values, cells_extent(grids, values.shape, factor), title, label, centred)
+    height, width = small.shape[:2]
+    figure = Figure(figsize=(12, 1.2 + 5.2 * min(1.6, height / width)), layout="constrained")
+    plain, overlaid = figure.subplots(1, 2)
+    for axis in (plain, overlaid):
+        axis.imshow(small, extent=(0, width, height, 0))
+        axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
+    # A few positions at the border see mostly padding and would take the whole range of colours.
+    low, high = (float(value) for value in np.nanpercentile(values, (1, 99)))
+    if centred:
+        low, high = -max(abs(low), abs(high), 1e-12), max(abs(low), abs(high), 1e-12)
+    scale = ScalarMappable(Normalize(low, max(high, low + 1e-12)), "coolwarm" if centred else "viridis")
+    overlaid.imshow(
+        values, extent=cells_extent(grids, values.shape, factor), norm=scale.norm, cmap=scale.cmap, alpha=0.5, interpolation="nearest"
+    )
+    overlaid.set(xlim=(0, width), ylim=(height, 0))
+    figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
+    figure.suptitle(title)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100, format="png")
+    with atomic_write_with_parents(path) as temporary, PillowImage.open(drawn) as picture:
+        picture.convert("RGB").save(temporary, optimize=True)  # opaque: without alpha the file is smaller
 
 
 def cells_extent(grids: Grids, positions: tuple[int, ...], factor: int) -> tuple[float, float, float, float]:
@@ -68,33 +88,3 @@ def cells_extent(grids: Grids, positions: tuple[int, ...], factor: int) -> tuple
         for grid, count in zip(grids, positions, strict=True)
     )
     return left, right, bottom, top
-
-
-def _draw_overlay(
-    path: Path,
-    small: Pixels,
-    values: npt.NDArray[np.floating[Any]],
-    extent: tuple[float, float, float, float],
-    title: str,
-    label: str,
-    centred: bool,
-) -> None:
-    height, width = small.shape[:2]
-    figure = Figure(figsize=(12, 1.2 + 5.2 * min(1.6, height / width)), layout="constrained")
-    plain, overlaid = figure.subplots(1, 2)
-    for axis in (plain, overlaid):
-        axis.imshow(small, extent=(0, width, height, 0))
-        axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
-    # A few positions at the border see mostly padding and would take the whole range of colours.
-    low, high = (float(value) for value in np.nanpercentile(values, (1, 99)))
-    if centred:
-        low, high = -max(abs(low), abs(high), 1e-12), max(abs(low), abs(high), 1e-12)
-    scale = ScalarMappable(Normalize(low, max(high, low + 1e-12)), "coolwarm" if centred else "viridis")
-    overlaid.imshow(values, extent=extent, norm=scale.norm, cmap=scale.cmap, alpha=0.5, interpolation="nearest")
-    overlaid.set(xlim=(0, width), ylim=(height, 0))
-    figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
-    figure.suptitle(title)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=100, format="png")
-    with atomic_write_with_parents(path) as temporary, PillowImage.open(drawn) as picture:
-        picture.convert("RGB").save(temporary, optimize=True)  # opaque: without alpha the file is smaller

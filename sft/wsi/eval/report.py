@@ -78,8 +78,7 @@ def write_evaluation(
     write_csv(folder / "failed.csv", ["slide", "problem"], list(failed.items()))
     num_patients = len({p.patient for p in predictions if p.target is not None})
     write_json(folder / "metrics.json", {**plain_estimates(estimates, num_patients), "weights": weights})
-    with rc_context(PLAIN_TEXT):
-        figures = _draw_figures(folder, task, predictions)
+    figures = _draw_figures(folder, task, predictions)
     summary = _summary(title, task, predictions, failed, patients=patients, estimates=estimates, num_patients=num_patients, figures=figures)
     write_text(folder / "summary.md", summary)
     return estimates, num_patients
@@ -127,8 +126,7 @@ def draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     """
     digest = hashlib.sha256(repr([dict(epoch) for epoch in epochs]).encode()).hexdigest()
     if _comment_of(path) != digest:
-        with rc_context(PLAIN_TEXT):
-            _draw_curves(path, epochs, digest)
+        _draw_curves(path, epochs, digest)
 
 
 def _comment_of(path: Path) -> str | None:
@@ -139,6 +137,7 @@ def _comment_of(path: Path) -> str | None:
     return None
 
 
+@rc_context(PLAIN_TEXT)
 def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]], comment: str) -> None:
     metrics = [name for name in (epochs[-1] if epochs else {}) if name.startswith("val_") and name != "val_loss"]
     figure = Figure(figsize=(10 if metrics else 5, 3.6), layout="constrained")
@@ -155,6 +154,7 @@ def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]], comment: str) 
         figure.savefig(temporary, dpi=110, metadata={"Comment": comment})
 
 
+@rc_context(PLAIN_TEXT)
 def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -> list[str]:
     labelled = [prediction for prediction in predictions if prediction.target is not None]
     if task.kind not in ("classification", "multilabel") or not labelled:

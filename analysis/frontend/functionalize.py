@@ -15,9 +15,9 @@ operators with such casts inside (a recurrent cell) become their operators first
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -242,31 +242,10 @@ class _InPlaceRewriter:
             raise _NeedsDecompositionError
         if casts:
             self._cast_operands(node, casts)
-        elif name == "aten.batch_norm.default":
-            self._batch_norm(node)
-        elif name == "aten.dropout.default":
-            self._dropout(node)
-        elif name in ("aten.dropout_.default", "aten.feature_dropout_.default"):
-            self._dropout_in_place(node)
-        elif name == "aten.feature_dropout.default":
-            self._feature_dropout(node)
-        elif name == "aten.instance_norm.default":
-            # It writes its running statistics against its schema; decomposition leaves the write out, too.
-            self._make(node, node.target, node.args, node.kwargs, shares=False)
-        elif name == "aten.bernoulli_.float":
-            self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
-        elif name in _CAST_OPS:
-            self._cast(node)
-        elif name in _RESHAPE_OPS:
-            sizes = node.args[1] if name == "aten.reshape.default" else list(value.shape)
-            self._make(node, aten.view.default, (node.args[0], sizes), shares=True)
-        elif name == "aten.expand_as.default":
-            self._make(node, aten.expand.default, (node.args[0], list(value.shape)), shares=True)
-        elif name in ("aten.swapaxes.default", "aten.swapdims.default"):
-            self._make(node, aten.transpose.int, node.args, shares=True)
-        elif name == "aten.movedim.int":
-            _, source, destination = _all_arguments(node)
-            self._make(node, aten.permute.default, (node.args[0], _moved_order(value.dim(), source, destination)), shares=True)
+        elif name in self._RULES:
+            self._RULES[name](self, node)
+        elif (view := _reshaping_view(node)) is not None:
+            self._make(node, *view, shares=True)
         elif schema.is_mutable:
             self._write_simply(node)
         elif (
@@ -375,6 +354,24 @@ class _InPlaceRewriter:
             for index, buffer in ((3, mean), (4, variance)):
                 self._rename(buffer, self._result(norm, index, buffer), node)
 
+    def _instance_norm(self, node: fx.Node) -> None:
+        # It writes its running statistics against its schema; decomposition leaves the write out, too.
+        self._make(node, node.target, node.args, node.kwargs, shares=False)
+
+    def _bernoulli_in_place(self, node: fx.Node) -> None:
+        self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
+
+    #: Operators with a rule of their own.
+    _RULES: ClassVar[Mapping[str, Callable[[_InPlaceRewriter, fx.Node], None]]] = {
+        "aten.batch_norm.default": _batch_norm,
+        "aten.dropout.default": _dropout,
+        "aten.feature_dropout.default": _feature_dropout,
+        **dict.fromkeys(("aten.dropout_.default", "aten.feature_dropout_.default"), _dropout_in_place),
+        "aten.instance_norm.default": _instance_norm,
+        "aten.bernoulli_.float": _bernoulli_in_place,
+        **dict.fromkeys(_CAST_OPS, _cast),
+    }
+
     def _result(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
         """One of several results of an operator, with the shape and dtype of ``like``."""
         result = self._create(operator.getitem, (node, index))
@@ -428,6 +425,22 @@ class _InPlaceRewriter:
             if root.name not in self._buffers:
                 raise _NeedsDecompositionError
             self._updates[self._buffers[root.name]] = new
+
+
+def _reshaping_view(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """The view in place of an operator that only changes the shape; ``None`` for other operators."""
+    name = str(node.target)
+    value: Any = node.meta.get("val")
+    if name in _RESHAPE_OPS:
+        return aten.view.default, (node.args[0], node.args[1] if name == "aten.reshape.default" else list(value.shape))
+    if name == "aten.expand_as.default":
+        return aten.expand.default, (node.args[0], list(value.shape))
+    if name in ("aten.swapaxes.default", "aten.swapdims.default"):
+        return aten.transpose.int, node.args
+    if name == "aten.movedim.int":
+        _, source, destination = _all_arguments(node)
+        return aten.permute.default, (node.args[0], _moved_order(value.dim(), source, destination))
+    return None
 
 
 def _keeps_dtype(node: fx.Node) -> bool:

@@ -79,9 +79,9 @@ class BandRegion(Region):
         return self.graph.axes.with_extent(self.image_shapes[name], ROWS, len(self.ownership.values[name].owned_rows[self.band]))
 
     def forward(
-        self, machine: Machine, given: Mapping[str, Buffer], *, keep: bool, hosts: Mapping[str, Buffer] | None = None
+        self, machine: Machine, leaves: Mapping[str, Buffer], *, keep: bool, hosts: Mapping[str, Buffer] | None = None
     ) -> tuple[dict[str, Buffer], Tape]:
-        outputs, tape = super().forward(machine, given, keep=keep, hosts=hosts)
+        outputs, tape = super().forward(machine, leaves, keep=keep, hosts=hosts)
         band_machine = cast(BandMachine, machine)
         self._halo_exchange.end(band_machine)
         for name in [name for name in outputs if name in self.ownership.kept_in_bands]:

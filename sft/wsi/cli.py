@@ -196,10 +196,10 @@ def _split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, names
 
 
-def make_config(given: Namespace) -> Config:
+def make_config(options: Namespace) -> Config:
     """The configuration that options describe."""
-    groups = {name: cls(**given[name].as_dict()) for name, cls in GROUPS.items()}
-    return Config(**groups, run=given.run, tensorboard=given.tensorboard)
+    groups = {name: cls(**options[name].as_dict()) for name, cls in GROUPS.items()}
+    return Config(**groups, run=options.run, tensorboard=options.tensorboard)
 
 
 def _complain(

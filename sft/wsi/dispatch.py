@@ -21,75 +21,77 @@ from sft.wsi.train.size_plan import parse_size
 __all__ = ["COMMANDS"]
 
 
-def _plan(given: Namespace, console: Console) -> commands.CommandResult:
-    config = make_config(given)
+def _plan(options: Namespace, console: Console) -> commands.CommandResult:
+    config = make_config(options)
     with joined(config.ranks, plans_only=True) as ranks:
-        return commands.plan(config, parse_size(given.size) if given.size else None, console, ranks, trust=given.trust)
+        return commands.plan(config, parse_size(options.size) if options.size else None, console, ranks, trust=options.trust)
 
 
-def _train(given: Namespace, console: Console) -> commands.CommandResult:
-    config = make_config(given)
-    with joined(config.ranks, plans_only=given.dry_run) as ranks:
-        return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks, trust=given.trust)
+def _train(options: Namespace, console: Console) -> commands.CommandResult:
+    config = make_config(options)
+    with joined(config.ranks, plans_only=options.dry_run) as ranks:
+        return commands.train(config, console, is_dry=options.dry_run, num_draws=options.bootstrap, ranks=ranks, trust=options.trust)
 
 
-def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
-    with joined(RanksConfig(bands=given.bands)) as ranks:
-        selection = ranks.from_first(lambda: _selection(given))
-        return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks, maps=given.maps or ())
+def _evaluate(options: Namespace, console: Console) -> commands.CommandResult:
+    with joined(RanksConfig(bands=options.bands)) as ranks:
+        selection = ranks.from_first(lambda: _selection(options))
+        return commands.evaluate(selection, console, num_draws=options.bootstrap, ranks=ranks, maps=options.maps or ())
 
 
-def _folds(given: Namespace, console: Console) -> commands.CommandResult:
-    config = make_config(given)
+def _folds(options: Namespace, console: Console) -> commands.CommandResult:
+    config = make_config(options)
     with joined(config.ranks) as ranks:
-        return compare_commands.folds(config, console, num_folds=given.folds, num_draws=given.bootstrap, ranks=ranks, trust=given.trust)
+        return compare_commands.folds(
+            config, console, num_folds=options.folds, num_draws=options.bootstrap, ranks=ranks, trust=options.trust
+        )
 
 
-def _selection(given: Namespace, *, needs_masks: bool = True) -> InferenceRequest:
+def _selection(options: Namespace, *, needs_masks: bool = True) -> InferenceRequest:
     return InferenceRequest(
-        run=given.run,
-        config=read_config(config_path(given.run)),
-        split=given.split,
-        csv=given.csv,
-        slides=given.slides,
-        checkpoint=given.checkpoint,
-        device=given.device,
-        budget=given.budget,
-        out=given.out,
-        trust=given.trust,
+        run=options.run,
+        config=read_config(config_path(options.run)),
+        split=options.split,
+        csv=options.csv,
+        slides=options.slides,
+        checkpoint=options.checkpoint,
+        device=options.device,
+        budget=options.budget,
+        out=options.out,
+        trust=options.trust,
         needs_masks=needs_masks,
     )
 
 
 #: Functions of all commands.
 COMMANDS: Mapping[str, Callable[[Namespace, Console], commands.CommandResult]] = {
-    "doctor": lambda given, console: inspection.doctor(console),
-    "slide-info": lambda given, console: inspection.slide_information(given.slides, console),
-    "tissue": lambda given, console: inspection.tissue(
-        given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp, overwrite=given.overwrite
+    "doctor": lambda options, console: inspection.doctor(console),
+    "slide-info": lambda options, console: inspection.slide_information(options.slides, console),
+    "tissue": lambda options, console: inspection.tissue(
+        options.slides, options.out, console, mpp=options.mpp, slide_mpp=options.slide_mpp, overwrite=options.overwrite
     ),
     "plan": _plan,
     "train": _train,
     "evaluate": _evaluate,
     "folds": _folds,
-    "compare": lambda given, console: compare_commands.compare(given.runs, console, split=given.split, out=given.out),
-    "report": lambda given, console: compare_commands.report(given.run, console),
-    "predict": lambda given, console: map_commands.predict(
-        _selection(given, needs_masks=False),
-        given.files,
+    "compare": lambda options, console: compare_commands.compare(options.runs, console, split=options.split, out=options.out),
+    "report": lambda options, console: compare_commands.report(options.run, console),
+    "predict": lambda options, console: map_commands.predict(
+        _selection(options, needs_masks=False),
+        options.files,
         console,
-        kind=given.kind,
-        formats=given.formats or (),
-        dtype=given.dtype,
-        overwrite=given.overwrite,
+        kind=options.kind,
+        formats=options.formats or (),
+        dtype=options.dtype,
+        overwrite=options.overwrite,
     ),
-    "heatmap": lambda given, console: commands.heatmap(
-        _selection(given, needs_masks=False),
+    "heatmap": lambda options, console: commands.heatmap(
+        _selection(options, needs_masks=False),
         console,
-        names=given.names,
-        classes=given.classes,
-        saliency=given.saliency,
-        num_crops=given.crops,
-        crop_px=given.crop_px,
+        names=options.names,
+        classes=options.classes,
+        saliency=options.saliency,
+        num_crops=options.crops,
+        crop_px=options.crop_px,
     ),
 }

@@ -145,7 +145,7 @@ class SlideDataset:
             value_range = fixed_range(data, self._config.num_channels)
         else:
             if record.name not in self._ranges:
-                self._ranges[record.name] = measured_range(data, self._open(record).whole)
+                self._ranges[record.name] = measured_range(data, self._open(record).pyramid)
             value_range = self._ranges[record.name]
         dtype = torch.get_default_dtype()
         return {"mean": settings.mean, "std": settings.std, "dtype": dtype, "value_range": value_range, "clip": data.clip}
@@ -193,7 +193,7 @@ class SlideDataset:
                 classes,
                 required=False,
                 ignore_others=data.ignore_other_classes,
-                georeference=RasterView(slide.whole).georeference,
+                georeference=RasterView(slide.pyramid).georeference,
                 column=data.mask_column,
                 crs=data.mask_crs,
             )
@@ -202,7 +202,7 @@ class SlideDataset:
         else:
             labels = align_labels(
                 open_label_image(record.mask, channel=data.mask_channel),
-                slide_size=(slide.whole.width_px, slide.whole.height_px),
+                slide_size=(slide.pyramid.width_px, slide.pyramid.height_px),
                 image_size=(image.width_px, image.height_px),
                 scale=slide.scale,
                 name=str(record.mask),
@@ -251,10 +251,10 @@ class SlideDataset:
         if record.name not in self._stains:
             # Of the file's own levels: the image at the run's resolution would have to be read whole.
             slide = self._open(record)
-            small, factor = make_thumbnail(slide.whole, _STAIN_PX)
+            small, factor = make_thumbnail(slide.pyramid, _STAIN_PX)
             area = self._area(record, slide)
             if area is not None and self._paints(record):
-                small = paint_outside(small, area, factor, self._background or slide.whole.background)
+                small = paint_outside(small, area, factor, self._background or slide.pyramid.background)
             fitted_to = fit_reinhard if self._config.augment.stain == "reinhard" else fit_macenko
             self._stains[record.name] = fitted_to(small, record.name)
         return self._stains[record.name]
@@ -269,7 +269,7 @@ class SlideDataset:
                 other_names = [name for name, _ in self._watched if name != record.name]
                 watched_names = {record.name, *other_names[-1:]}
                 self._watched = [(name, image) for name, image in self._watched if name in watched_names]
-                self._watched.append((record.name, slide.whole))
+                self._watched.append((record.name, slide.pyramid))
         return slide
 
     def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:
@@ -289,11 +289,11 @@ class SlideDataset:
         """Tissue area in px of the largest level; None for a run without masks."""
         if self._has_tissue_mask(record) and record.mask is not None:
             with naming_settings():
-                return read_area(record.mask, slide.whole, crs=self._config.data.mask_crs)
+                return read_area(record.mask, slide.pyramid, crs=self._config.data.mask_crs)
         if self._config.data.tissue == "none":
             return None
         if record.name not in self._masks:
-            self._masks[record.name] = PackedMask.of(find_area(slide.whole, mpp=self._config.data.mpp))
+            self._masks[record.name] = PackedMask.of(find_area(slide.pyramid, mpp=self._config.data.mpp))
         return self._masks[record.name].mask()
 
     def _has_tissue_mask(self, record: SlideRecord) -> bool:

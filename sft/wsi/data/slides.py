@@ -56,18 +56,18 @@ class OpenedSlide:
 
     Attributes:
         image: its pixels at the requested resolution.
-        whole: the same file with all of its levels, for thumbnails.
+        pyramid: the same file with all of its levels, for thumbnails.
     """
 
     image: Raster
-    whole: Raster
+    pyramid: Raster
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Px of ``whole`` per px of ``image``, (x, y)."""
-        if self.image.mpp is None or self.whole.mpp is None:
+        """Px of ``pyramid`` per px of ``image``, (x, y)."""
+        if self.image.mpp is None or self.pyramid.mpp is None:
             return 1.0, 1.0
-        return self.image.mpp[0] / self.whole.mpp[0], self.image.mpp[1] / self.whole.mpp[1]
+        return self.image.mpp[0] / self.pyramid.mpp[0], self.image.mpp[1] / self.pyramid.mpp[1]
 
 
 def slide_info(path: Path) -> SlideInfo:
@@ -125,22 +125,22 @@ def open_slide(
         options = {"channels": data.channels, "at": data.at, "series": data.series}
         options |= {"mask": data.invalid_pixels, "fill_value": data.fill_value}
     if len(files) > 1:
-        whole = open_image(files, mpp=mpp, slide_mpp=slide_mpp, on_error=on_error, **options)
+        pyramid = open_image(files, mpp=mpp, slide_mpp=slide_mpp, on_error=on_error, **options)
     else:
-        whole = open_image(files[0], slide_mpp=slide_mpp, on_error=on_error, **options)
-    if (data is None or data.channels is None) and (whole.num_channels != 3 or pixel_dtype(whole) != np.uint8):
-        names = RasterView(whole).channel_names
+        pyramid = open_image(files[0], slide_mpp=slide_mpp, on_error=on_error, **options)
+    if (data is None or data.channels is None) and (pyramid.num_channels != 3 or pixel_dtype(pyramid) != np.uint8):
+        names = RasterView(pyramid).channel_names
         listed = f" ({some_names(names)})" if names else ""
         raise InputError(
-            f"cannot use {some_names(list(map(str, files)))}: it has {whole.num_channels} channels of {pixel_dtype(whole)}{listed}, and "
-            "slides are RGB of uint8. Give an RGB image, or say in data.channels which channels to use, such as "
-            f"{list(range(min(whole.num_channels, 4)))}."
+            f"cannot use {some_names(list(map(str, files)))}: it has {pyramid.num_channels} channels of {pixel_dtype(pyramid)}{listed}, "
+            "and slides are RGB of uint8. Give an RGB image, or say in data.channels which channels to use, such as "
+            f"{list(range(min(pyramid.num_channels, 4)))}."
         )
-    if mpp is not None and whole.mpp is None:
-        note = RasterView(whole).mpp_note
+    if mpp is not None and pyramid.mpp is None:
+        note = RasterView(pyramid).mpp_note
         why = f"the file has no resolution ({note})" if note else "the file has no resolution"
         raise InputError(f"cannot open {files[0]} at {mpp} um/px: {why}. Give it in the column mpp of the table.")
-    return OpenedSlide(image=whole if mpp is None or len(files) > 1 else at_mpp(whole, mpp), whole=whole)
+    return OpenedSlide(image=pyramid if mpp is None or len(files) > 1 else at_mpp(pyramid, mpp), pyramid=pyramid)
 
 
 def make_thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:

@@ -131,8 +131,8 @@ def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed:
         strata = [""] * len(records)  # none has a slide for each fold
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a class with fewer slides than folds: some folds lack it, which is no mistake
-        for number, (_, held) in enumerate(splitter.split(np.zeros(len(records)), strata, patients)):
-            for index in held:
+        for number, (_, indices) in enumerate(splitter.split(np.zeros(len(records)), strata, patients)):
+            for index in indices:
                 folds[int(index)] = number
     return folds
 

@@ -159,7 +159,7 @@ def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None
     assert open_slide(path, mpp=1.0).image.width_px == 72
     between = open_slide(path, mpp=1.5)  # no level has it: two px become one, three times four
     assert (between.image.width_px, between.image.height_px) == (48, 53) and between.image.mpp == pytest.approx((1.5, 1.5))
-    assert between.scale == pytest.approx((3.0, 3.0)) and between.whole.width_px == 144
+    assert between.scale == pytest.approx((3.0, 3.0)) and between.pyramid.width_px == 144
     assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table knows better
     with pytest.raises(InputError, match="never enlarged"):
         open_slide(path, mpp=0.2)

@@ -11,7 +11,7 @@ from sft.analysis.ir.graph import Graph
 from sft.lower.context import SegmentInfo
 from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, ValueBindings
 from sft.runtime.moves import SegmentSchedule, default_schedule, last_uses
-from sft.runtime.offload import copy_schedule_error, value_uses
+from sft.runtime.offload import OffloadTargets
 
 __all__ = ["Liveness", "Segment"]
 
@@ -146,6 +146,17 @@ class Liveness:
         """Segments with residuals that may be offloaded."""
         return frozenset(i for i, segment in enumerate(self.segments) if self.differentiated[i] and segment.keeps_buffers)
 
+    @cached_property
+    def offload_targets(self) -> OffloadTargets:
+        """Values and residuals that may be offloaded."""
+        return OffloadTargets(
+            reads=self.reads_from_outside,
+            backward_reads=self._backward_reads(through_residuals=True),
+            writes=self.writes,
+            movable=self.movable,
+            saving_segments=self.saving_segments,
+        )
+
     def unsaved_segments(self) -> tuple[int, ...]:
         """Segments that the schedule runs backward without the residuals that they need; empty for a valid schedule."""
         saved: set[int] = set()
@@ -162,16 +173,8 @@ class Liveness:
 
     def copy_error(self) -> str | None:
         """Description of the first error in the schedule's copies; ``None`` if they are valid."""
-        backward_reads = self._backward_reads(through_residuals=True)
-        return copy_schedule_error(
-            self.schedule, self.reads_from_outside, backward_reads, self.writes, self.last_uses, self.movable, self.saving_segments
-        )
-
-    def value_uses(self, ops: SegmentSchedule) -> dict[str, list[list[int]]]:
-        """Uses of the targets that may be offloaded, in a schedule without copies; see `sft.runtime.offload.value_uses`."""
-        backward_reads = self._backward_reads(through_residuals=True)
-        return value_uses(ops, self.reads_from_outside, backward_reads, self.writes, self.movable, self.saving_segments)
+        return self.offload_targets.copy_error(self.schedule, self.last_uses)
 
     def value_lifetimes(self, ops: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
         """Positions of the ops that write such a target and read it last, once for each write."""
-        return {target: [(uses[0], uses[-1]) for uses in each] for target, each in self.value_uses(ops).items()}
+        return {target: [(uses[0], uses[-1]) for uses in each] for target, each in self.offload_targets.uses(ops).items()}

@@ -21,7 +21,7 @@ from sft.runtime.moves import ScheduleOp
 if TYPE_CHECKING:
     from sft.runtime.machine import Buffer
 
-__all__ = ["HostArena", "OffloadOps", "OffloadState", "OffloadedValue", "copy_schedule_error", "value_uses"]
+__all__ = ["HostArena", "OffloadOps", "OffloadState", "OffloadTargets", "OffloadedValue"]
 
 _ALIGNMENT_BYTES = 256
 
@@ -160,84 +160,89 @@ class OffloadState:
                 machine.release(copy)
 
 
-def value_uses(
-    ops: Sequence[ScheduleOp],
-    reads: Sequence[Collection[str]],
-    backward_reads: Sequence[Collection[str]],
-    writes: Sequence[Collection[str]],
-    movable: Collection[str],
-    saving_segments: Collection[int],
-) -> dict[str, list[list[int]]]:
-    """Positions of the ops that write a target, and then read it, once for each write, by target.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadTargets:
+    """Values and residuals that a schedule may offload, and the ops that use them.
 
-    Args: as for :func:`copy_schedule_error`; the ops contain no copies.
-    """
-    uses: dict[str, list[list[int]]] = {}
-    for position, op in enumerate(ops):
-        residuals = f"{op.segment}+"
-        read: Collection[str] = ()
-        written: list[str] = []
-        if op.kind == "forward":
-            read = reads[op.segment]
-            written = [name for name in writes[op.segment] if name in movable]
-            written += [residuals] if op.keep and op.segment in saving_segments else []
-        elif op.kind == "backward":
-            read = (*backward_reads[op.segment], residuals)
-        for target in dict.fromkeys(read):
-            if target in uses:
-                uses[target][-1].append(position)
-        for target in written:
-            uses.setdefault(target, []).append([position])
-    return uses
-
-
-def copy_schedule_error(
-    ops: Sequence[ScheduleOp],
-    reads: Sequence[Collection[str]],
-    backward_reads: Sequence[Collection[str]],
-    writes: Sequence[Collection[str]],
-    last_uses: Sequence[Collection[str]],
-    movable: Collection[str],
-    saving_segments: Collection[int],
-) -> str | None:
-    """Description of the first error in the copies of a schedule; ``None`` if they are valid.
-
-    Args:
-        ops: the schedule.
+    Attributes:
         reads: for each segment the values that its forward run reads.
         backward_reads: for each segment the values that its backward run reads, also through its residuals.
         writes: for each segment the values that later segments or the caller read.
-        last_uses: for each op the values that are freed after it.
         movable: values that may be offloaded.
         saving_segments: segments with residuals that may be offloaded.
     """
-    #: of each live target that may be offloaded: "here" (no copy), "copied", "away" (on the host alone) or "back"
-    state: dict[str, str] = {}
-    for position, op in enumerate(ops):
-        target = op.target
-        if op.is_copy:
-            if target not in movable if op.value else op.segment not in saving_segments:
-                return f"{op}: only values that segments compute for each other, and their residuals, can be offloaded"
-            before, after = {"offload": ("here", "copied"), "release": ("copied", "away"), "prefetch": ("away", "back")}[op.kind]
-            now = state.get(target, "absent")
-            if now != before and (op.kind, now) != ("release", "back"):  # a value that came back still has its copy
-                return f"{op}: {target} is {now}, not {before}, at that position of the order"
-            state[target] = after
-        elif op.kind != "loss":
+
+    reads: Sequence[Collection[str]]
+    backward_reads: Sequence[Collection[str]]
+    writes: Sequence[Collection[str]]
+    movable: Collection[str]
+    saving_segments: Collection[int]
+
+    def uses(self, ops: Sequence[ScheduleOp]) -> dict[str, list[list[int]]]:
+        """Positions of the ops that write a target, and then read it, once for each write, by target; for ops without copies."""
+        uses: dict[str, list[list[int]]] = {}
+        for position, op in enumerate(ops):
             residuals = f"{op.segment}+"
-            required = reads[op.segment] if op.kind == "forward" else (*backward_reads[op.segment], residuals)
-            missing = [name for name in required if state.get(name) == "away"]
-            if missing:
-                return f"{op}: it reads {missing[0]}, which is on the host; put <{missing[0]} before it"
-            if op.kind == "backward":
-                state.pop(residuals, None)
-            else:
-                written = [name for name in writes[op.segment] if name in movable]
-                written += [residuals] if op.keep else []
-                overwritten = [name for name in written if state.get(name, "here") != "here"]
-                if overwritten:
-                    return f"{op}: it overwrites {overwritten[0]}, which has a copy on the host that is still in use"
-                state |= dict.fromkeys(written, "here")
-        for name in last_uses[position]:
-            state.pop(name, None)
-    return None
+            read: Collection[str] = ()
+            written: list[str] = []
+            if op.kind == "forward":
+                read = self.reads[op.segment]
+                written = [name for name in self.writes[op.segment] if name in self.movable]
+                written += [residuals] if op.keep and op.segment in self.saving_segments else []
+            elif op.kind == "backward":
+                read = (*self.backward_reads[op.segment], residuals)
+            for target in dict.fromkeys(read):
+                if target in uses:
+                    uses[target][-1].append(position)
+            for target in written:
+                uses.setdefault(target, []).append([position])
+        return uses
+
+    def copy_error(self, ops: Sequence[ScheduleOp], last_uses: Sequence[Collection[str]]) -> str | None:
+        """Description of the first error in the copies of a schedule; ``None`` if they are valid.
+
+        Args:
+            ops: the schedule.
+            last_uses: for each op the values that are freed after it.
+        """
+        #: of each live target that may be offloaded: "here" (no copy), "copied", "away" (on the host alone) or "back"
+        state: dict[str, str] = {}
+        for position, op in enumerate(ops):
+            error = self._error_of_copy(op, state) if op.is_copy else self._error_of_run(op, state)
+            if error is not None:
+                return error
+            for name in last_uses[position]:
+                state.pop(name, None)
+        return None
+
+    def _error_of_copy(self, op: ScheduleOp, state: dict[str, str]) -> str | None:
+        """The error of an op that copies, which changes the state."""
+        target = op.target
+        if target not in self.movable if op.value else op.segment not in self.saving_segments:
+            return f"{op}: only values that segments compute for each other, and their residuals, can be offloaded"
+        before, after = {"offload": ("here", "copied"), "release": ("copied", "away"), "prefetch": ("away", "back")}[op.kind]
+        now = state.get(target, "absent")
+        if now != before and (op.kind, now) != ("release", "back"):  # a value that came back still has its copy
+            return f"{op}: {target} is {now}, not {before}, at that position of the order"
+        state[target] = after
+        return None
+
+    def _error_of_run(self, op: ScheduleOp, state: dict[str, str]) -> str | None:
+        """The error of an op that runs a segment, or the loss, which changes the state."""
+        if op.kind == "loss":
+            return None
+        residuals = f"{op.segment}+"
+        required = self.reads[op.segment] if op.kind == "forward" else (*self.backward_reads[op.segment], residuals)
+        missing = [name for name in required if state.get(name) == "away"]
+        if missing:
+            return f"{op}: it reads {missing[0]}, which is on the host; put <{missing[0]} before it"
+        if op.kind == "backward":
+            state.pop(residuals, None)
+            return None
+        written = [name for name in self.writes[op.segment] if name in self.movable]
+        written += [residuals] if op.keep else []
+        overwritten = [name for name in written if state.get(name, "here") != "here"]
+        if overwritten:
+            return f"{op}: it overwrites {overwritten[0]}, which has a copy on the host that is still in use"
+        state |= dict.fromkeys(written, "here")
+        return None

@@ -100,6 +100,23 @@ class SamplePart:
         return machine.allocate(scope.shapes[name], dtype, zero=is_gradient)
 
 
+@dataclass(frozen=True, slots=True)
+class _ChunkRun:
+    """A chunk that a machine runs.
+
+    Attributes:
+        machine: runs the programs.
+        values: the values.
+        inputs: inputs that are not resident, read for the chunk.
+        chunk: samples at each level.
+    """
+
+    machine: Machine
+    values: ValueBindings
+    inputs: Mapping[str, Buffer]
+    chunk: Chunk
+
+
 @dataclass(kw_only=True)
 class SampleSegment:
     """Segment that runs some samples at a time, on full tensors of these.
@@ -180,23 +197,15 @@ class SampleSegment:
         """Run the chunks of a chunk that is read."""
         with self._inputs(machine, values, first) as inputs:
             for chunk in chunks:
-                self._run_forward(machine, values, inputs, chunk, self.parts, writes_outputs=True).clear()
+                self._run_forward(_ChunkRun(machine, values, inputs, chunk), self.parts, writes_outputs=True).clear()
 
-    def _run_forward(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        inputs: Mapping[str, Buffer],
-        chunk: Chunk,
-        parts: Sequence[SamplePart],
-        *,
-        writes_outputs: bool,
-    ) -> dict[str, Buffer]:
+    def _run_forward(self, run: _ChunkRun, parts: Sequence[SamplePart], *, writes_outputs: bool) -> dict[str, Buffer]:
         """Run the first parts of a chunk; returns the cuts between them. If outputs are written, cuts are dropped after their last use."""
+        machine, values, chunk = run.machine, run.values, run.chunk
         cuts: dict[str, Buffer] = {}
         for number, part in enumerate(parts):
             program = part.program("forward", chunk)
-            bindings = self._bound_values(machine, program, values, inputs, cuts, chunk)
+            bindings = self._bound_values(run, program, cuts)
             for port in program.ports:
                 if port.role == "out" and port.name in part.cuts:
                     bindings[port] = cuts[port.name] = part.allocate(machine, port.name, chunk)
@@ -222,31 +231,23 @@ class SampleSegment:
         sink_grads: dict[str, Buffer] = {}
         with self._inputs(machine, values, first) as inputs:
             for chunk in reversed(chunks):
-                cuts = self._run_forward(machine, values, inputs, chunk, self.parts[:-1], writes_outputs=False)
-                self._run_backward(machine, values, inputs, cuts, grads, sink_grads, chunk)
+                run = _ChunkRun(machine, values, inputs, chunk)
+                self._run_backward(run, self._run_forward(run, self.parts[:-1], writes_outputs=False), grads, sink_grads)
         for name in list(sink_grads):
             gradient = sink_grads.pop(name)
             machine.add_to_sink(grads.sinks[name], *self._region(name, first), gradient)
             del gradient
 
-    def _run_backward(
-        self,
-        machine: Machine,
-        values: ValueBindings,
-        inputs: Mapping[str, Buffer],
-        cuts: dict[str, Buffer],
-        grads: Gradients,
-        sink_grads: dict[str, Buffer],
-        chunk: Chunk,
-    ) -> None:
+    def _run_backward(self, run: _ChunkRun, cuts: dict[str, Buffer], grads: Gradients, sink_grads: dict[str, Buffer]) -> None:
         """Differentiate the parts of a chunk, the last one first."""
+        machine, chunk = run.machine, run.chunk
         maker = {name: part for part in self.parts for name in part.cuts}
         cut_grads: dict[str, Buffer] = {}
         for part in reversed(self.parts):
             program = part.program("joint", chunk)
             for name in part.cuts:
                 cuts.pop(name, None)
-            bindings = self._bound_values(machine, program, values, inputs, cuts, chunk)
+            bindings = self._bound_values(run, program, cuts)
             for port in program.ports:
                 if port.role not in ("grad_out", "grad_source", "grad_side"):
                     continue
@@ -283,24 +284,17 @@ class SampleSegment:
             yield inputs
             inputs.clear()
 
-    def _bound_values(
-        self,
-        machine: Machine,
-        program: Program,
-        values: ValueBindings,
-        inputs: Mapping[str, Buffer],
-        cuts: Mapping[str, Buffer],
-        chunk: Chunk,
-    ) -> dict[Port, Buffer]:
+    def _bound_values(self, run: _ChunkRun, program: Program, cuts: Mapping[str, Buffer]) -> dict[Port, Buffer]:
         """Bindings of the values that a program reads."""
+        machine, chunk = run.machine, run.chunk
         bindings: dict[Port, Buffer] = {}
         for port in program.ports:
             if port.role in ("source", "side") and port.name in cuts:
                 bindings[port] = cuts[port.name]
-            elif port.role == "source" and port.name in inputs:
-                bindings[port] = self._samples(machine, inputs[port.name], port.name, chunk, is_read=True)
+            elif port.role == "source" and port.name in run.inputs:
+                bindings[port] = self._samples(machine, run.inputs[port.name], port.name, chunk, is_read=True)
             elif port.role in ("source", "side"):
-                bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
+                bindings[port] = self._samples(machine, run.values.by_name[port.name], port.name, chunk)
             elif port.role == "origin":
                 bindings[port] = self._origin(port.name, chunk)
         return bindings

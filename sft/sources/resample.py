@@ -66,7 +66,8 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
         InputError: the image does not say its resolution, or is coarser than that.
         SourceError: it cannot be opened.
     """
-    if not isinstance(mpp, Real):  # type: ignore[unreachable]  # of callers without types
+    number: Any = mpp
+    if not isinstance(number, Real):
         raise InputError(f"cannot read {image} at mpp {mpp!r}: give one number, which holds in x and in y.")
     (wanted, _) = resolve_mpp(float(mpp), "mpp")
     if image.mpp is None:

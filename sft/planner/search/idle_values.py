@@ -43,7 +43,7 @@ class IdleGap:
 def idle_gaps(region: Region) -> dict[str, tuple[IdleGap, ...]]:
     """Gaps between the uses of the targets of a region, in its schedule without copies; the longest waits come first."""
     ops = tuple(op for op in region.schedule if not op.is_copy)
-    gaps = {target: tuple(_gaps(target, writes)) for target, writes in region.liveness.value_uses(ops).items()}
+    gaps = {target: tuple(_gaps(target, writes)) for target, writes in region.liveness.offload_targets.uses(ops).items()}
     idle = {target: each for target, each in gaps.items() if each}
     return dict(sorted(idle.items(), key=lambda item: -max(gap.after - gap.before for gap in item[1])))
 

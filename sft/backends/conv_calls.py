@@ -94,7 +94,7 @@ class ConvolutionCall(_ConvolutionCallBase):
         """Write the result to ``out``."""
         if not self.begin_launch(out):
             return
-        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
+        x, residual = to_channels_last(x), to_channels_last(residual)
         if not self.is_image:
             from sft.kernels.conv.forward3d_triton import launch_conv3d  # not above: it imports Triton
 
@@ -153,7 +153,7 @@ class NormedConvolutionCall(_ConvolutionCallBase):
 
         scale, shift = workspace.view(2, -1).unbind()
         launch_fold_norm(mean, variance, bias, norm_weight, norm_bias, scale, shift, eps=self.eps)
-        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
+        x, residual = to_channels_last(x), to_channels_last(residual)
         options: dict[str, Any] = {"relu": self.relu, "precision": self.precision, "scale": scale}
         if not self.is_image:
             from sft.kernels.conv.forward3d_triton import launch_conv3d  # not above: it imports Triton
@@ -189,7 +189,7 @@ class DataGradientCall(_ConvolutionCallBase):
         """Write to ``out``. ``output``, of a ReLU, masks the gradient; with ``taps`` both are of maxima of 2 x 2 pixels."""
         if not self.begin_launch(out):
             return
-        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        gradient, output = to_channels_last(gradient), to_channels_last(output)
         if not self.is_image:
             from sft.kernels.conv.data_grad3d_triton import launch_volume_data_gradient  # not above: it imports Triton
 
@@ -248,7 +248,7 @@ class WeightGradientCall(_ConvolutionCallBase, GradientSumsCall):
         if not self.begin_launch(workspace):
             return
         weights, biases = self.slots(workspace)
-        gradient, x, output = to_channels_last(gradient), to_channels_last(x), None if output is None else to_channels_last(output)
+        gradient, x, output = to_channels_last(gradient), to_channels_last(x), to_channels_last(output)
         options: dict[str, Any] = {"accumulate": False}
         if self.is_image and self.is_depthwise(self.weight[1]):
             from sft.kernels.conv.depthwise_triton import launch_depthwise_weight  # not above: it imports Triton

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, ParamSpec, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ __all__ = [
     "to_channels_last",
 ]
 
+TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 _Operands = ParamSpec("_Operands")
 #: recordings of a method at most: strips at the borders of an image, and operands of other alignment
 _MAX_RECORDINGS = 64
@@ -130,9 +131,9 @@ class KernelCall(_LaunchCache):
         return True
 
 
-def to_channels_last(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is channels-last, a copy otherwise. Programs lay their images out; this handles tensors of other origin."""
-    return tensor if is_channels_last(tensor) else tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
+def to_channels_last(tensor: TensorT) -> TensorT:
+    """The tensor itself if it is channels-last, or ``None``; a copy otherwise. Programs lay their images out; this is for other tensors."""
+    return tensor if tensor is None or is_channels_last(tensor) else tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
 
 
 def kernel_call_of(function: Callable[..., Any]) -> KernelCall | None:

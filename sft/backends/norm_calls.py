@@ -63,7 +63,7 @@ class _NormSumsCall(GradientSumsCall):
         from sft.kernels.norm.norm_triton import launch_norm_sums  # not above: it imports Triton
 
         first, second = workspace.view(2, self.num_splits, num_keys, -1).unbind()
-        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        gradient, output = to_channels_last(gradient), to_channels_last(output)
         mean, rstd = (None, None) if statistics is None else statistics
         launch_norm_sums(gradient, output, to_channels_last(x), mean, rstd, first, second, eps=eps, accumulate=False)
 
@@ -94,7 +94,7 @@ class FrozenNormCall(_NormSumsCall):
             return
         from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
 
-        residual = None if residual is None else to_channels_last(residual)
+        residual = to_channels_last(residual)
         launch_normalize(to_channels_last(x), mean, variance, weight, bias, residual, out, relu=self.relu, eps=self.eps)
 
     @replayable
@@ -104,7 +104,7 @@ class FrozenNormCall(_NormSumsCall):
             return
         from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
-        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        gradient, output = to_channels_last(gradient), to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, None, variance, weight, None, out, eps=self.eps)
 
     @replayable
@@ -131,7 +131,7 @@ class AffineCall(_NormSumsCall):
             return
         from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
 
-        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
+        x, residual = to_channels_last(x), to_channels_last(residual)
         launch_normalize(x, None, scale, None, shift, residual, out, relu=self.relu)
 
     @replayable
@@ -141,7 +141,7 @@ class AffineCall(_NormSumsCall):
             return
         from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
-        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        gradient, output = to_channels_last(gradient), to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, None, scale, None, None, out)
 
     @replayable

@@ -16,7 +16,7 @@ from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
-from sft.sources.image import Pixels, Rectangle, Size, check_level, dtype_range
+from sft.sources.image import LevelledImage, Pixels, Rectangle, Size, check_level, dtype_range
 from sft.sources.normalize import PIXEL_DTYPES, Normalizer, PixelRows
 from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.value_range import ValueRange
@@ -201,7 +201,7 @@ def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
     return dtype
 
 
-class ArrayImage:
+class ArrayImage(LevelledImage):
     """An array as a `sft.sources.Raster`: for views that need rectangles (resolution, crops, masks).
 
     A network that reads the array unchanged needs `sft.sources.ArraySource` only.
@@ -250,7 +250,7 @@ class ArrayImage:
             raise InputError(f"cannot use {self._name} of shape {pixels.shape} as an image: it is a batch. Take one element: array[0].")
         #: a view [height, width, channels]
         self._pixels: AnyArray = whole.transpose([axis - 1 for axis in axis_order(self.layout, "NHWC")[1:]])
-        self.height_px, self.width_px, self.num_channels = self._pixels.shape
+        self.num_channels = self._pixels.shape[2]
         self.mpp = None if mpp is None else resolve_mpp(mpp, "mpp")
         self.dtype: np.dtype[Any] = self._pixels.dtype.newbyteorder("=")
         default = 255 if self.dtype == np.uint8 else 0
@@ -271,7 +271,8 @@ class ArrayImage:
     @property
     def level_dimensions(self) -> tuple[Size, ...]:
         """(width, height) of the one level."""
-        return ((self.width_px, self.height_px),)
+        height, width, _ = self._pixels.shape
+        return ((width, height),)
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
@@ -282,11 +283,6 @@ class ArrayImage:
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """None: an array is not compressed."""
         return (None,)
-
-    @property
-    def tile_height_px(self) -> int | None:
-        """None: an array is not compressed."""
-        return None
 
     def close(self) -> None:
         """Do nothing: a mapping is closed with its last reference."""

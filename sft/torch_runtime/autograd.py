@@ -119,7 +119,7 @@ def _forward_with_tape(
 
 
 def _detach_tape(
-    tape: Tape, outputs: Mapping[str, Any], computed: Sequence[str], given: Collection[str], hosts: Mapping[str, HostOutput]
+    tape: Tape, outputs: Mapping[str, Any], computed: Sequence[str], leaves: Collection[str], hosts: Mapping[str, HostOutput]
 ) -> dict[str, int]:
     """Reduce a tape to the values that the region computed; the versions of those that the caller can change.
 
@@ -127,7 +127,7 @@ def _detach_tape(
     alive. An alias shares the version, so a change in place is noticed. Of outputs on the host, and of outputs that are copies of a value
     on the tape, the tape has its own value, which cannot change.
     """
-    values = {name: value for name, value in tape.values.by_name.items() if name not in given}
+    values = {name: value for name, value in tape.values.by_name.items() if name not in leaves}
     watched = [name for name in computed if name in values and name not in hosts and values[name] is outputs[name]]
     values.update({name: outputs[name].detach() for name in watched})
     tape.values.by_name = values

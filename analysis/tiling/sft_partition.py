@@ -9,9 +9,9 @@ components that contain every operator of it. The paper uses the operator's loop
 dimension of any tensor, composing the two maps loses no information.
 
 *Partition* (section 4.2 and Listing 3). A value that does not fit into memory *must* be tiled; any other *may* be, and is a possible
-checkpoint. Every must-tile operator starts or joins a segment that reads checkpoints only and ends with a checkpoint: the segment grows
-until it contains the post-dominator of each of its operators but the last, since every reader of an unstored value has to run in the same
-tiles.
+checkpoint. Every must-tile operator starts or joins a segment that reads checkpoints only and ends with a checkpoint. Every reader of an
+unstored value has to run in the same tiles. So the segment grows until it contains the post-dominator of each of its operators but the
+last.
 
 Where listing and text of the paper differ, we follow the text:
 

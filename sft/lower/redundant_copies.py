@@ -1,7 +1,7 @@
 """Elimination of redundant copies in programs of full tensors.
 
-Operators are lowered one by one, and their traces may not assume a memory layout (:mod:`sft.lower.joint_traces`): a reshape that merges
-dimensions, such as the flattening of tokens before a product, becomes a copy, and so does an image-like operand of a kernel that requires
+Operators are lowered one by one, and their traces may not assume a memory layout (:mod:`sft.lower.joint_traces`). So a reshape that merges
+dimensions, such as the flattening of tokens before a product, becomes a copy. So does an image-like operand of a kernel that requires
 contiguous tensors. In a whole program many of these copies are redundant:
 
 - the operand is known to be row-major (:mod:`sft.lower.slot_strides`), as the copy is: a view has the same elements and strides;

@@ -1,9 +1,14 @@
 """The interface of a row of the operator table.
 
-A row describes one family of operators for streaming: its streamed operands, the access map (the input rows and columns that an output row
-and column read), the output extent, the dimensions that survive (for fused-tileable dimensions), and
-the reasons why a given use cannot stream. Rows are symbolic only: the lowering rules in ``sft.lower``, under the same names, execute
-and differentiate the operators.
+A row describes one family of operators for streaming:
+
+- its streamed operands;
+- the access map: the input rows and columns that an output row and column read;
+- the output extent;
+- the dimensions that survive, for fused-tileable dimensions;
+- the reasons for which a use cannot stream.
+
+Rows are symbolic only: the lowering rules in ``sft.lower``, under the same names, execute and differentiate the operators.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ The host issues instructions one after the other while the device works, so a pr
 
     max(sum of host seconds, sum of kernel seconds).
 
-An instruction takes the host the call of PyTorch and the interpretation of the instruction. A kernel takes the larger of its floating-point
-operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Some kernels are bound
-by neither, but by the elements that they address one by one: the bias of a convolution, which is a kernel of its own, a reduction (the
-gradient of a bias), pools, interpolation, and copies of columns, which are no contiguous memory. Convolutions and matrix products run in
-tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles may leave multiprocessors idle.
+- *Host*: the call of PyTorch, and the interpretation of the instruction.
+- *Kernel*: the larger of its floating-point operations over the rate of its type, width and direction, and of its bytes over the memory's
+  bandwidth; at least a floor.
+- *Kernels that address elements one by one*, and are bound by these: the bias of a convolution (a kernel of its own), a reduction such as
+  the gradient of a bias, pools, interpolation, and copies of columns, which are not contiguous.
+- *Convolutions and matrix products*: tiles of 128 x 128 results, one for each multiprocessor at a time. The last wave of tiles may leave
+  multiprocessors idle.
 
 :mod:`sft.planner.cost.gpu_models` has the rates of some GPUs. They rank plans of one model; the seconds are not a forecast. Single
 precision is TF32, as PyTorch's default; without it, products take 3 to 40 times as long.

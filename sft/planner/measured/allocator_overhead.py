@@ -6,13 +6,17 @@ The projection counts tensors. A GPU takes more for three reasons:
 - cuBLAS has a workspace for each thread and stream that has multiplied matrices, and keeps it;
 - PyTorch's allocator reserves memory in *segments*, and divides them into blocks (:mod:`sft.planner.measured.reserved_memory`).
 
-No formula gives the first two. So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the
-allocator's peak shows the bytes of each instruction in excess of its tensors: on this thread, and on the thread that runs backward passes,
-as libraries select algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). The first run
-of a convolution in a process takes more: cuDNN tries algorithms, with workspaces of their own, until one runs. So the programs of the plan
-that is used run once in any case, before the memory of its steps is reserved (:meth:`OverheadEstimator.select_algorithms`). A plan made
-without the GPU has no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
-overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
+No formula gives the first two. So each distinct program of a plan is run for a moment on the device, on dummy numbers. The allocator's peak
+shows the bytes of each instruction in excess of its tensors. Libraries select algorithms per thread, so programs run on this thread, and on
+the thread of backward passes. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). A plan made without the
+GPU has no workspaces.
+
+The first run of a convolution in a process takes more: cuDNN tries algorithms, with workspaces of their own, until one runs. So the
+programs of the plan that is used run once in any case, before the memory of its steps is reserved
+(:meth:`OverheadEstimator.select_algorithms`).
+
+The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no overhead: budgets refer to the
+bytes that PyTorch's dispatcher shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Workspaces of cuBLAS: detection of its use, and their bytes.
 
-PyTorch allocates a workspace for each handle of cuBLAS on each stream when that first multiplies matrices, and keeps it: on a Hopper GPU
-32 MiB for each of the two threads of a training step, and as much again for the stream on which CUDA graphs are recorded. Networks of
+PyTorch allocates a workspace for each handle of cuBLAS on each stream when that first multiplies matrices, and keeps it. On a Hopper GPU it
+has 32 MiB. A training step has two, one for each thread; recordings of CUDA graphs, on a stream of their own, have a third. Networks of
 convolutions need none.
 """
 

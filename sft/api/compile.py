@@ -158,6 +158,11 @@ def plan(
     return result
 
 
+def _kind(value: object) -> str:
+    """Type of a wrong argument, for a message."""
+    return f"the class {value.__name__}; give an instance" if isinstance(value, type) else type(value).__name__
+
+
 def _check_types(model: Any, options: Any, optimizer: Any, plan: Any) -> None:
     """Refuse arguments of other types, and models that are compiled already or cannot be captured.
 
@@ -165,15 +170,14 @@ def _check_types(model: Any, options: Any, optimizer: Any, plan: Any) -> None:
         InputError: an argument is wrong.
     """
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; give an instance" if isinstance(model, type) else type(model).__name__
-        raise InputError(f"model must be an nn.Module, got {kind}")
+        raise InputError(f"model must be an nn.Module, got {_kind(model)}")
     if isinstance(model, CompiledModule):
         raise InputError("the model is compiled already; compile the original")
     check_capturable(model)
     if options is not None and not isinstance(options, Options):
-        raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
+        raise InputError(f"options must be an sft.Options, got {_kind(options)}; write sft.Options(...)")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
-        received = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
+        received = repr(optimizer) if isinstance(optimizer, int) else _kind(optimizer)
         raise InputError(
             f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out for training without one"
         )

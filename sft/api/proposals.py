@@ -124,7 +124,9 @@ class _Attempts:
                 changed.memo.clear()  # a changed problem has a memo of its own
         if fitting:
             best = min(fitting, key=search.rank)
-            return Remedy(settings=changes, num_bytes=best.projected.projection.host_bytes, needed_bytes=best.needed_bytes, fits=True)
+            host_bytes = best.projected.projection.host_bytes
+            settings = changes if host_bytes else tuple(setting for setting in changes if setting != "host") or changes
+            return Remedy(settings=settings, num_bytes=host_bytes, needed_bytes=best.needed_bytes, fits=True)
         is_less = min(needed) <= (1 - _MIN_REDUCTION) * self.error.needed_bytes
         return Remedy(settings=changes, needed_bytes=min(needed)) if is_less else None
 

@@ -125,14 +125,15 @@ def message_for(error: BudgetError, words: Mapping[Setting, Spelling]) -> str:
 
 def _message(problem: str, remedies: Sequence[Remedy], words: Mapping[Setting, Spelling]) -> str:
     named = [remedy for remedy in remedies if all(setting in words for setting in remedy.settings)]
-    fitting = [_plan_text(remedy, words) for remedy in named if remedy.fits]
-    smaller = [_plan_text(remedy, words) for remedy in named if remedy.needed_bytes and not remedy.fits]
+    planned = [(remedy, format_bytes(remedy.needed_bytes), _changes_text(remedy, words)) for remedy in named if remedy.needed_bytes]
+    fitting = [f"in {size} with {changes}" for remedy, size, changes in planned if remedy.fits]
+    smaller = [f"With {changes} it still needs {size}." for remedy, size, changes in planned if not remedy.fits]
     actions = [_filled(words[remedy.settings[0]].action, remedy) for remedy in named if not remedy.needed_bytes]
     sentences = [problem]
     if fitting:
         sentences.append(f"It fits {'; or '.join(fitting)}.")
-    elif smaller:
-        sentences.append(f"Less is needed, but too much still, {'; '.join(smaller)}.")
+    else:
+        sentences += smaller
     text = _joined([action for action in actions if action])
     message = " ".join([*sentences, *([f"{text[0].upper()}{text[1:]}."] if text else [])])
     attempt = _attempt(named, words)
@@ -149,10 +150,9 @@ def _attempt(remedies: Sequence[Remedy], words: Mapping[Setting, Spelling]) -> s
     return ""
 
 
-def _plan_text(remedy: Remedy, words: Mapping[Setting, Spelling]) -> str:
-    """``in 10.59 GiB with frozen norms (.eval() of the norms)``."""
-    changes = [f"{_filled(_CHANGES[setting], remedy)} ({_filled(words[setting].change, remedy)})" for setting in remedy.settings]
-    return f"in {format_bytes(remedy.needed_bytes)} with {' and '.join(changes)}"
+def _changes_text(remedy: Remedy, words: Mapping[Setting, Spelling]) -> str:
+    """``frozen norms (.eval() of the norms) and 2.00 GiB of host memory (Options(host_budget='2.00GiB'))``."""
+    return " and ".join(f"{_filled(_CHANGES[setting], remedy)} ({_filled(words[setting].change, remedy)})" for setting in remedy.settings)
 
 
 def _filled(text: str, remedy: Remedy) -> str:

@@ -77,7 +77,14 @@ def test_changes_together_where_none_suffices() -> None:
 
 def test_less_is_needed_where_nothing_fits() -> None:
     error = _refusal(_normed(), _SHAPE, "100KiB")
-    assert not _remedies(error) and "Less is needed, but too much still, in " in str(error)
+    assert not _remedies(error) and re.search(
+        r" With .*frozen norms \(.eval\(\) of the norms\).* it still needs [\d.]+ [KM]iB\. ", str(error)
+    )
+
+
+def test_host_memory_is_no_change_of_a_plan_without_it() -> None:
+    error = _refusal(_normed(), _SHAPE, "400KiB")
+    assert list(_remedies(error)) == [("norms", "read")] and "host memory" not in str(error).partition("Raise the budget")[0]
 
 
 def test_streamed_weights() -> None:

@@ -63,7 +63,7 @@ def refusal_of(model: nn.Module, error: Exception, unknown_reads: Sequence[Unkno
                 f"torch.export.register_dataclass or {REGISTER_PYTREE_NODE}, or return a tuple or a dict"
             ]
         )
-    message = f"{type(error).__name__}: {first_line}"
+    message = f"{type(error).__name__}: {first_line.partition(' (unhinted:')[0]}"
     line = error_line(error)
     location = error_location(error)
     place = f"the model at {location}" if location else "the model"

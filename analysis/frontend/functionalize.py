@@ -169,11 +169,8 @@ _COMPOSITE_OPS = frozenset(
 
 #: Composite operators whose result may alias an operand.
 _COMPOSITE_VIEW_OPS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("broadcast_tensors.default", "chunk.default", "contiguous.default", "einsum.default"),
-        *("flatten.using_ints", "reshape.default", "unflatten.int"),
-    )
+    {"aten.flatten.using_ints", "aten.unflatten.int"}
+    | {f"aten.{name}.default" for name in ("broadcast_tensors", "chunk", "contiguous", "einsum", "reshape")}
 )
 
 #: Composite operators that compute, so autocast may know an operator inside.
@@ -248,22 +245,16 @@ class _InPlaceRewriter:
             self._make(node, *view, shares=True)
         elif schema.is_mutable:
             self._write_simply(node)
-        elif (
-            not isinstance(value, (torch.SymInt, int)) and is_composite_op(node.target) and name not in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS
-        ):
-            raise _NeedsDecompositionError
-        else:
+        elif isinstance(value, (torch.SymInt, int)) or not is_composite_op(node.target) or name in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS:
             self._keep(node)
-
-    # -- operators --------------------------------------------------------------------------------------------------
+        else:
+            raise _NeedsDecompositionError
 
     def _keep(self, node: fx.Node) -> None:
-        shares = True
-        if isinstance(node.target, OpOverload):
-            shares = str(node.target) in _COMPOSITE_VIEW_OPS or any(
-                result.alias_info is not None for result in op_schema(node.target).returns
-            )
-        self._make(node, node.target, node.args, node.kwargs, shares=shares)
+        target = node.target
+        is_view = not isinstance(target, OpOverload) or str(target) in _COMPOSITE_VIEW_OPS
+        shares = is_view or any(result.alias_info is not None for result in op_schema(target).returns)
+        self._make(node, target, node.args, node.kwargs, shares=shares)
 
     def _cast_operands(self, node: fx.Node, casts: Sequence[OperandCast]) -> None:
         """An operator that is kept, after casts of its operands."""
@@ -399,8 +390,6 @@ class _InPlaceRewriter:
         # Named after the operator, as in the exporter.
         name = op_schema(target).name.removeprefix("aten::") if isinstance(target, OpOverload) else None
         return self._graph.create_node("call_function", target, args, kwargs, name=name)
-
-    # -- names ------------------------------------------------------------------------------------------------------
 
     def _make(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, *, shares: bool) -> None:
         new = self._create(target, map_arg(tuple(args), self._current.__getitem__), map_arg(dict(kwargs or {}), self._current.__getitem__))

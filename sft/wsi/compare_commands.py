@@ -23,7 +23,7 @@ from sft.wsi.errors import RunFolderError
 from sft.wsi.eval.comparison import MetricRow, differing_settings, markdown_table, metric_rows, write_metric_rows
 from sft.wsi.eval.metrics import Prediction
 from sft.wsi.eval.prediction_table import read_predictions
-from sft.wsi.eval.report import write_evaluation
+from sft.wsi.eval.report import Evaluation, write_evaluation
 from sft.wsi.eval.run_page import PAGE_NAME
 from sft.wsi.eval.run_summary import write_run_summary
 from sft.wsi.model.tasks import Task
@@ -176,10 +176,17 @@ def _write_folds(config: Config, configs: Sequence[Config], num_draws: int) -> d
     if config.task.kind not in _WITHOUT_POOLING:
         task, predictions = _pooled_predictions(configs)
         weights = {name: None if each.best is None else each.best.as_dict() for name, each in zip(names, overviews, strict=True)}
+        evaluation = Evaluation(
+            title=f"pooled, test slides of {counted(len(configs), 'fold', 'folds')}",
+            task=task,
+            predictions=predictions,
+            failed={name: problem for each in overviews for name, problem in each.failed.items()},
+            weights=weights,
+            num_draws=num_draws,
+            seed=config.train.seed,
+        )
         with staging_folder(config.run) as staged:
-            title = f"pooled, test slides of {counted(len(configs), 'fold', 'folds')}"
-            failed = {name: problem for each in overviews for name, problem in each.failed.items()}
-            write_evaluation(staged, task, predictions, failed, weights, title=title, num_draws=num_draws, seed=config.train.seed)
+            write_evaluation(staged, evaluation)
             pooled["test"] = json.loads((staged / "metrics.json").read_text(encoding="utf-8"))
             with results_lock(config.run):
                 publish(staged, config.run / "pooled")

@@ -14,7 +14,7 @@ from sft.sources import BadTile
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.eval.metrics import Estimate, Prediction
 from sft.wsi.eval.predict import LoadedModel, Predictor
-from sft.wsi.eval.report import mark_outdated, write_evaluation
+from sft.wsi.eval.report import Evaluation, mark_outdated, write_evaluation
 from sft.wsi.eval.run_summary import write_run_summary
 from sft.wsi.run.estimate import RunEstimate, RunWork
 from sft.wsi.run.files import counted
@@ -138,17 +138,17 @@ def _publish(
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}
     root = _lock_place(folder, run)
     is_in_run = root != folder
+    evaluation = Evaluation(
+        title=title,
+        task=experiment.task,
+        predictions=predictions,
+        failed=failed,
+        weights=weights.as_dict(),
+        num_draws=num_draws,
+        seed=experiment.config.train.seed,
+    )
     with staging_folder(root) as staged:
-        estimates, num_patients = write_evaluation(
-            staged,
-            experiment.task,
-            predictions,
-            failed,
-            weights.as_dict(),
-            title=title,
-            num_draws=num_draws,
-            seed=experiment.config.train.seed,
-        )
+        write_evaluation(staged, evaluation)
         num_filled = [append_bad_tiles(staged / "damaged.csv", some) for some in tiles][-1] if tiles else None
         write_weights_id(staged, weights)
         with results_lock(root):
@@ -163,7 +163,9 @@ def _publish(
                 place = folder
                 remove_results(place)
                 publish_files(staged, place)
-    return EvaluationResult(folder=place, estimates=estimates, num_patients=num_patients, newer=newer, num_filled=num_filled)
+    return EvaluationResult(
+        folder=place, estimates=evaluation.estimates, num_patients=evaluation.num_patients, newer=newer, num_filled=num_filled
+    )
 
 
 def _lock_place(folder: Path, run: Path) -> Path:

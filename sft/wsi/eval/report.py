@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from sft.wsi.model.tasks import Task
 from sft.wsi.run.files import atomic_write_with_parents, counted, write_csv, write_json, write_text
 from sft.wsi.train.checkpoint import WeightsId
 
-__all__ = ["MIN_INTERVAL_PATIENTS", "PLAIN_TEXT", "draw_curves", "mark_outdated", "plain_estimates", "write_evaluation"]
+__all__ = ["MIN_INTERVAL_PATIENTS", "PLAIN_TEXT", "Evaluation", "draw_curves", "mark_outdated", "plain_estimates", "write_evaluation"]
 
 _Estimates = Mapping[str, Mapping[str, Estimate]]
 
@@ -35,53 +37,70 @@ MIN_INTERVAL_PATIENTS = 10
 PLAIN_TEXT: Any = {"text.parse_math": False}
 
 
-def write_evaluation(
-    folder: Path,
-    task: Task,
-    predictions: Sequence[Prediction],
-    failed: Mapping[str, str],
-    weights: Any,
-    *,
-    title: str,
-    num_draws: int,
-    seed: int,
-) -> tuple[dict[str, dict[str, Estimate]], int]:
-    """Write predictions.csv, patients.csv, metrics.json, failed.csv, figures and summary.md.
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Predictions of slides, with their metrics.
 
-    Args:
-        folder: output folder, created if missing.
+    Attributes:
+        title: of the page.
         task: of the predictions.
         predictions: of the slides.
         failed: slides without a prediction, with their problems.
         weights: identity of the weights that the predictions are of, for metrics.json.
-        title: of the page.
         num_draws: of the bootstrap.
         seed: of the bootstrap.
+    """
 
-    Returns:
-        Metrics of slides and patients, and the number of patients with a target.
+    title: str
+    task: Task
+    predictions: Sequence[Prediction]
+    failed: Mapping[str, str]
+    weights: Any
+    num_draws: int
+    seed: int
+
+    @cached_property
+    def patients(self) -> Sequence[Prediction]:
+        """Predictions of patients."""
+        return patient_predictions(self.predictions)
+
+    @property
+    def num_patients(self) -> int:
+        """Patients with a target."""
+        return len({prediction.patient for prediction in self.predictions if prediction.target is not None})
+
+    @cached_property
+    def estimates(self) -> dict[str, dict[str, Estimate]]:
+        """Metrics of slides and of patients."""
+        levels = {"slides": self.predictions, "patients": self.patients}
+        return {
+            level: evaluate_predictions(self.task, predictions, seed=self.seed, num_draws=self.num_draws)
+            for level, predictions in levels.items()
+        }
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write predictions.csv, patients.csv, metrics.json, failed.csv, figures and summary.md.
+
+    Args:
+        folder: output folder, created if missing.
+        evaluation: the predictions.
 
     Raises:
         RunFolderError: a file cannot be written.
     """
-    patients = patient_predictions(predictions)
-    estimates = {
-        "slides": evaluate_predictions(task, predictions, seed=seed, num_draws=num_draws),
-        "patients": evaluate_predictions(task, patients, seed=seed, num_draws=num_draws),
-    }
+    task, predictions = evaluation.task, evaluation.predictions
     write_predictions(folder / "predictions.csv", task, predictions)
     write_csv(
         folder / "patients.csv",
         ["patient", "slides", *target_columns(task), *output_columns(task)],
-        [[p.name, sum(q.patient == p.patient for q in predictions), *target_cells(task, p), *p.output] for p in patients],
+        [[p.name, sum(q.patient == p.patient for q in predictions), *target_cells(task, p), *p.output] for p in evaluation.patients],
     )
-    write_csv(folder / "failed.csv", ["slide", "problem"], list(failed.items()))
-    num_patients = len({p.patient for p in predictions if p.target is not None})
-    write_json(folder / "metrics.json", {**plain_estimates(estimates, num_patients), "weights": weights})
+    write_csv(folder / "failed.csv", ["slide", "problem"], list(evaluation.failed.items()))
+    metrics = plain_estimates(evaluation.estimates, evaluation.num_patients)
+    write_json(folder / "metrics.json", {**metrics, "weights": evaluation.weights})
     figures = _draw_figures(folder, task, predictions)
-    summary = _summary(title, task, predictions, failed, patients=patients, estimates=estimates, num_patients=num_patients, figures=figures)
-    write_text(folder / "summary.md", summary)
-    return estimates, num_patients
+    write_text(folder / "summary.md", _summary(evaluation, figures))
 
 
 def plain_estimates(estimates: _Estimates, num_patients: int) -> dict[str, Any]:
@@ -197,20 +216,13 @@ def _is_positive(task: Task, prediction: Prediction, number: int) -> bool:
     return bool(prediction.target[number]) if task.kind == "multilabel" else int(prediction.target[0]) == number
 
 
-def _summary(
-    title: str,
-    task: Task,
-    predictions: Sequence[Prediction],
-    failed: Mapping[str, str],
-    *,
-    patients: Sequence[Prediction],
-    estimates: _Estimates,
-    num_patients: int,
-    figures: Sequence[str],
-) -> str:
+def _summary(evaluation: Evaluation, figures: Sequence[str]) -> str:
+    predictions, patients, failed = evaluation.predictions, evaluation.patients, evaluation.failed
+    estimates, num_patients = evaluation.estimates, evaluation.num_patients
     labelled = sum(prediction.target is not None for prediction in predictions)
     slides, owners = counted(len(predictions), "slide", "slides"), counted(len(patients), "patient", "patients")
-    lines = [f"# {title}", "", f"{slides} ({labelled} with a target) of {owners}; task {task.kind}.", ""]
+    task_text = f"task {evaluation.task.kind}"
+    lines = [f"# {evaluation.title}", "", f"{slides} ({labelled} with a target) of {owners}; {task_text}.", ""]
     mixed = [p.name for p in patients if p.target is None and any(q.patient == p.patient and q.target is not None for q in predictions)]
     if mixed:
         lines += [f"Patients whose slides have different targets do not count in their metrics: {len(mixed)}.", ""]

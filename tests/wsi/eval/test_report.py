@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft.wsi.eval.metrics import Prediction
-from sft.wsi.eval.report import draw_curves, mark_outdated, write_evaluation
+from sft.wsi.eval.report import Evaluation, draw_curves, mark_outdated, write_evaluation
 from sft.wsi.model.tasks import Task
 from sft.wsi.train.checkpoint import WeightsId
 
@@ -33,7 +33,9 @@ def _predictions(num_patients: int, *, targets: bool = True) -> list[Prediction]
 
 
 def _write(folder: Path, predictions: list[Prediction]) -> tuple[str, dict[str, Any]]:
-    write_evaluation(folder, _TASK, predictions, {}, _WEIGHTS.as_dict(), title="val", num_draws=100, seed=0)
+    weights = _WEIGHTS.as_dict()
+    evaluation = Evaluation(title="val", task=_TASK, predictions=predictions, failed={}, weights=weights, num_draws=100, seed=0)
+    write_evaluation(folder, evaluation)
     return (folder / "summary.md").read_text(), json.loads((folder / "metrics.json").read_text())
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from sft.lower.running_reductions import partial_additive
 from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
 from sft.runtime.strip_policy import ALL_STRIPS, StripOps, StripPolicy, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
+
+if TYPE_CHECKING:
+    from sft.runtime.tiled_segment import SweepRun
 
 __all__ = ["SkipConstantStrips", "comparison_chunk_rows"]
 
@@ -68,20 +71,13 @@ class SkipConstantStrips(StripPolicy):
 
     @contextmanager
     def weighted(
-        self,
-        machine: Machine,
-        segment: TiledLayout,
-        index: int,
-        program: Program,
-        bindings: Mapping[Port, Buffer],
-        sweep: Sweep,
-        weight: int,
+        self, run: SweepRun, segment: TiledLayout, index: int, program: Program, bindings: Mapping[Port, Buffer], weight: int
     ) -> Iterator[None]:
-        ops = machine.strip_ops
+        ops = run.machine.strip_ops
         # With other data this strip may represent several, and then needs gradients of its own.
         may_repeat = segment.consecutive_signatures[segment.schedule.kinds[1][index]]
         reserved = ops.reserve(_separate_grad_bytes(segment, program)) if weight == 1 and may_repeat else None
-        sums = _accumulated_buffers(segment, bindings, sweep) if weight > 1 else []
+        sums = _accumulated_buffers(segment, bindings, run.sweep) if weight > 1 else []
         for buffer, additive in sums:
             ops.scale_sums(buffer, additive, weight, divide=True)
         yield

@@ -22,6 +22,7 @@ from sft.lower.rules.base import AdditivePart
 if TYPE_CHECKING:
     from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
     from sft.runtime.tiled_layout import Sweep, TiledLayout
+    from sft.runtime.tiled_segment import SweepRun
 
 __all__ = ["ALL_STRIPS", "RUN_ALL_STRIPS", "StripOps", "StripPolicy", "StripSelection"]
 
@@ -102,14 +103,7 @@ class StripPolicy:
         return ALL_STRIPS
 
     def weighted(
-        self,
-        machine: Machine,
-        segment: TiledLayout,
-        index: int,
-        program: Program,
-        bindings: Mapping[Port, Buffer],
-        sweep: Sweep,
-        weight: int,
+        self, run: SweepRun, segment: TiledLayout, index: int, program: Program, bindings: Mapping[Port, Buffer], weight: int
     ) -> AbstractContextManager[None]:
         """Context in which the program of strip ``index`` runs, so that it counts ``weight`` times."""
         return nullcontext()

@@ -190,7 +190,7 @@ class TiledSegment(TiledLayout):
             elif port.role == "partial":
                 assert partial is not None
                 bindings[port] = partial[port.name]
-        with self.strip_policy.weighted(machine, self, index, program, bindings, sweep, weight):
+        with self.strip_policy.weighted(run, self, index, program, bindings, weight):
             results, _ = machine.run(program, bindings)
         for node in step.nodes:
             block = results.pop(Port("append", node.name), None)
@@ -343,7 +343,7 @@ class TiledSegment(TiledLayout):
                 bindings[port] = self._source_slice(run, grads, port.name, step)
             elif port.role == "grad_side":
                 bindings[port] = self._side(run, grads, port.name)
-        with self.strip_policy.weighted(machine, self, index, program, bindings, sweep, weight):
+        with self.strip_policy.weighted(run, self, index, program, bindings, weight):
             results, _ = machine.run(program, bindings)
         bindings.clear()
         for offset in range(weight):

@@ -219,21 +219,7 @@ class StreamedOptimizer(FusedOptimizer):
         try:
             with self.group.guarded():
                 resident = self._resident_gradients()
-                grads = [param.grad for param, _ in resident]
-                if self.two_phase:
-                    for records in self._record_optimizers:
-                        records.check()
-                is_finite = all_true([self.loss_scale.unscale(grads), *(records.finite for records in self._record_optimizers)])
-                is_finite &= self.loss_scale.is_off or all(math.isfinite(records.square_norm) for records in self._record_optimizers)
-                is_finite = all(all(flags) for flags in self.group.all_gather_numbers([float(is_finite)]))
-                factor = self._clip_factor(grads) if is_finite else 1.0
-                if is_finite:
-                    if self.two_phase:
-                        for records in self._record_optimizers:
-                            records.sweep(factor)
-                    self.group.barrier()
-                    for records in self._record_optimizers:
-                        records.commit()
+                is_finite, factor = self._commit_streamed([param.grad for param, _ in resident])
         except BaseException:
             for records in self._record_optimizers:
                 records.undo()
@@ -253,6 +239,29 @@ class StreamedOptimizer(FusedOptimizer):
             records.drop()
         self.loss_scale.update(is_finite)
         return loss
+
+    def _commit_streamed(self, grads: Sequence[Tensor | None]) -> tuple[bool, float]:
+        """Commit the updates of streamed weights if all gradients, of all ranks, are finite.
+
+        Returns:
+            True if they are, and the factor that clips the resident gradients.
+        """
+        if self.two_phase:
+            for records in self._record_optimizers:
+                records.check()
+        is_finite = all_true([self.loss_scale.unscale(grads), *(records.finite for records in self._record_optimizers)])
+        is_finite &= self.loss_scale.is_off or all(math.isfinite(records.square_norm) for records in self._record_optimizers)
+        is_finite = all(all(flags) for flags in self.group.all_gather_numbers([float(is_finite)]))
+        if not is_finite:
+            return False, 1.0
+        factor = self._clip_factor(grads)
+        if self.two_phase:
+            for records in self._record_optimizers:
+                records.sweep(factor)
+        self.group.barrier()
+        for records in self._record_optimizers:
+            records.commit()
+        return True, factor
 
     def _streamed_ids(self) -> set[int]:
         """Ids of the streamed parameters."""

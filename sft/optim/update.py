@@ -8,9 +8,9 @@ the gradient with intermediate results, so that at most one tensor is allocated.
 The arithmetic is that of ``torch.optim`` with ``foreach=False, fused=False``, operation by operation and in the same order. Intermediate
 results that torch puts into new tensors go into the gradient instead, which changes no bit.
 
-*Kernels* (:mod:`sft.kernels.optim.optimizers`). ATen reads and writes a parameter, its gradient and its state once for each of five to ten
-operations. A kernel reads each of them once, writes the changed ones, and allocates no memory either. It takes fp32 vectors; a parameter
-for which it would not compute identical results is updated by ATen. The state is the same for both.
+*Kernels* (:mod:`sft.kernels.optim.optimizers_triton`). ATen reads and writes a parameter, its gradient and its state once for each of five
+to ten operations. A kernel reads each of them once, writes the changed ones, and allocates no memory either. It takes fp32 vectors; a
+parameter for which it would not compute identical results is updated by ATen. The state is the same for both.
 
 Sources: SGD with momentum: Sutskever, Martens, Dahl and Hinton, 2013. AdamW: Loshchilov and Hutter, "Decoupled weight decay
 regularization", 2019. AMSGrad: Reddi, Kale and Kumar, 2018.

@@ -110,8 +110,8 @@ def predict(
 
     Args:
         net: a compiled network with an image output.
-        source: one image, as in a call of ``net``: a tensor, an array, an image of `sft.open_image`, any `sft.sources.Source`. A path is
-            opened with `sft.sources.open_image`.
+        source: one image, as in a call of ``net``: a tensor, an array, an image, any `sft.sources.Source`. A path is opened with
+            `sft.sources.open_image`.
         writer: a path that ends in ``.ome.tif``, ``.tif`` (a cloud-optimized GeoTIFF if the image has map coordinates, otherwise
             OME-TIFF), ``.zarr``, ``.npy`` or ``.geojson``; a writer of `sft.prediction`; or a list of these, for several files from
             one computation.

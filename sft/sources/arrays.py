@@ -284,6 +284,11 @@ class ArrayImage(LevelledImage):
         """None: an array is not compressed."""
         return (None,)
 
+    @property
+    def tile_height_px(self) -> int | None:
+        """None: an array is not compressed."""
+        return None
+
     def close(self) -> None:
         """Do nothing: a mapping is closed with its last reference."""
 

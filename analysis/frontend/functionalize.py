@@ -89,13 +89,11 @@ def _functionalize_by_decomposition(exported: ExportedProgram, casts: AutocastPo
     returned: Any = nodes[-1].args[0]
     written = [spec.target for spec in signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
     if written:
-        raise UnsupportedError(
-            [
-                f"{path}: `forward` writes into this parameter, as an embedding with max_norm does; its gradient would be that of the "
-                "value before. Change it after the optimizer's step, under torch.no_grad"
-                for path in written
-            ]
+        problem = (
+            "`forward` writes into this parameter, as an embedding with max_norm does; its gradient would be that of the value before. "
+            "Change it after the optimizer's step, under torch.no_grad"
         )
+        raise UnsupportedError([f"{path}: {problem}" for path in written])
     # By position: a value may be both returned and written to a buffer or an input.
     outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
@@ -306,7 +304,8 @@ class _InPlaceRewriter:
     def _scaled_mask(self, node: fx.Node) -> fx.Node:
         """Ones over the probability of a dropout's elements to be kept, and zeros; of whole channels for a feature dropout."""
         operand, p, _ = _all_arguments(node)
-        value, blank = node.meta["val"], (aten.empty_like.default,)
+        blank: tuple[Any, ...] = (aten.empty_like.default,)
+        value = node.meta["val"]
         if "feature" in str(node.target):
             sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
             value, blank = value.new_empty(sizes), (aten.new_empty.default, sizes)
@@ -419,16 +418,15 @@ class _InPlaceRewriter:
 def _reshaping_view(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
     """The view in place of an operator that only changes the shape; ``None`` for other operators."""
     name = str(node.target)
-    value: Any = node.meta.get("val")
     if name in _RESHAPE_OPS:
-        return aten.view.default, (node.args[0], node.args[1] if name == "aten.reshape.default" else list(value.shape))
+        return aten.view.default, (node.args[0], node.args[1] if name == "aten.reshape.default" else list(node.meta["val"].shape))
     if name == "aten.expand_as.default":
-        return aten.expand.default, (node.args[0], list(value.shape))
+        return aten.expand.default, (node.args[0], list(node.meta["val"].shape))
     if name in ("aten.swapaxes.default", "aten.swapdims.default"):
         return aten.transpose.int, node.args
     if name == "aten.movedim.int":
         _, source, destination = _all_arguments(node)
-        return aten.permute.default, (node.args[0], _moved_order(value.dim(), source, destination))
+        return aten.permute.default, (node.args[0], _moved_order(node.meta["val"].dim(), source, destination))
     return None
 
 

@@ -129,6 +129,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         self._unregistered = unregistered
         self._model_name = type(model).__name__
         self._buffers = {storage_id(buffer) for buffer in model.buffers()}
+        self._parameters = {storage_id(parameter): path for path, parameter in model.named_parameters()}
         self._untracked: set[int] = set()  # storages without a gradient: factory results, and results under torch.no_grad
         self._detached: set[int] = set()  # ids of detached tensors that share the memory of a tracked one
         self._alive: list[Tensor] = []  # keeps storages and ids from being reused
@@ -227,6 +228,12 @@ class _DetachUnderNoGrad(TorchFunctionMode):
                 )
             if torch.is_grad_enabled():
                 self._untracked.discard(storage)
+            elif storage in self._parameters:
+                self._refuse(
+                    f"writes in place ({_function_name(func)}), under torch.no_grad, into the parameter {self._parameters[storage]}, whose "
+                    "gradient would be that of the value before; change it after the optimizer's step, or make it a buffer "
+                    "(register_buffer) if it is not trained"
+                )
             elif storage not in self._buffers and storage not in self._untracked:
                 self._refuse(
                     f"writes in place ({_function_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, "

@@ -269,7 +269,10 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
     ("change", "message"),
     [
         (_hidden_write, r"Changed: `forward` writes in place \(mul_\), under torch.no_grad"),
-        (_clamped_parameter, r"writes in place \(clamp_\), under torch.no_grad, into a tensor of shape \(4, 1, 1\)"),
+        (
+            _clamped_parameter,
+            r"under torch.no_grad, into the parameter scale, .* make it a buffer \(register_buffer\) if it is not trained",
+        ),
         (_write_through, r"writes in place \(mul_\) through x.detach\(\)"),
         (_activated_in_place, r"writes in place \(silu\) through x.detach\(\)"),
         (_filled_and_scaled, r"writes in place \(mul_\), under torch.no_grad"),

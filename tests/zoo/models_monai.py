@@ -40,11 +40,15 @@ _NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "flexible_unet": ("FlexibleUNet", {"backbone": "resnet18", "pretrained": False, "decoder_channels": (32, 16, 8, 8, 4)}),
     "autoencoder": ("AutoEncoder", {"channels": (4, 8, 16), "strides": (2, 2, 2)}),
     "regunet": ("RegUNet", {"num_channel_initial": 4, "depth": 3}),
+    "unetr": ("UNETR", {"feature_size": 4, "hidden_size": 24, "mlp_dim": 32, "num_heads": 4, "dropout_rate": 0.1}),
+    "swin_unetr": ("SwinUNETR", {"feature_size": 12, "depths": (1,) * 4, "window_size": 2}),
     "mednext": ("MedNeXt", {"init_filters": 4, **_BLOCKS}),
 }
 #: Classes that call their channels otherwise.
 _IN_CHANNELS = {"resnet10": "n_input_channels"}
 _OUT_CHANNELS = {"resnet10": "num_classes", "SEResNet50": "num_classes", "EfficientNetBN": "num_classes"}
+#: Classes with position embeddings of one size.
+_OF_ONE_SIZE = frozenset({"UNETR"})
 #: Classes whose gates end on maps of one position, and whose norms on maps of a few.
 _BATCH = {"EfficientNetBN": 2, "SEResNet50": 2}
 
@@ -58,7 +62,8 @@ def _case(name: str, num_dims: int) -> Case:
         from monai.networks import nets
 
         channels = {_IN_CHANNELS.get(kind, "in_channels"): num_channels, _OUT_CHANNELS.get(kind, "out_channels"): _CLASSES}
-        model: nn.Module = getattr(nets, kind)(spatial_dims=num_dims, **channels, **arguments)
+        size = {"img_size": _EXTENTS[num_dims]} if kind in _OF_ONE_SIZE else {}
+        model: nn.Module = getattr(nets, kind)(spatial_dims=num_dims, **channels, **size, **arguments)
         for module in model.modules():
             if hasattr(module, "drop_connect_rate"):
                 # A random call inside a function has no site in the reference; tests/exactness/operators/test_dropout_in_models.py has one.

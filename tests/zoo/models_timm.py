@@ -1,4 +1,4 @@
-"""timm's convolutional networks, the smallest of each family. A few mix in attention: there the question is what is said about it."""
+"""timm's convolutional networks, the smallest of each family, networks that mix in attention, and transformers of two blocks a stage."""
 
 from __future__ import annotations
 
@@ -111,9 +111,37 @@ _MODERN = (
     "convformer_s18",
     "caformer_s18",
     "focalnet_tiny_srf",
-    "mambaout_femto",
+    "convnext_zepto_rms",
+    "cspnext_tiny",
+    "efficientvim_m1",
     "efficientvit_b0",
+    "mambaout_femto",
+    "mobilevitv2_050",
+    "shvit_s1",
+    "swiftformer_xs",
+    "test_efficientnet_evos",
 )
+_NARROW: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+_STAGES: dict[str, Any] = {"depths": (2, 2), "embed_dim": 16, "num_heads": (2, 2), "window_size": 4}
+_PYRAMID: dict[str, Any] = {"depths": (1,) * 4, "embed_dims": (16, 32, 32, 64), "num_heads": (1, 2, 2, 2)}
+#: Transformers with fewer blocks, of fewer channels, and their images' size.
+_TRANSFORMERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "vit_tiny_patch16_224": (64, {**_NARROW, "img_size": 64, "attn_drop_rate": 0.1}),
+    "vit_relpos_small_patch16_224": (64, {**_NARROW, "img_size": 64}),
+    "vit_small_patch16_dinov3": (64, {**_NARROW, "img_size": 64}),
+    "eva02_tiny_patch14_224": (56, {**_NARROW, "img_size": 56}),
+    "beit_base_patch16_224": (64, {**_NARROW, "img_size": 64}),
+    "cait_xxs24_224": (64, {**_NARROW, "img_size": 64}),
+    "xcit_nano_12_p16_224": (64, {**_NARROW, "img_size": 64}),
+    "qwen3_vit_88m": (64, _NARROW),
+    "samvit_base_patch16": (64, {**_NARROW, "img_size": 64, "global_attn_indexes": (1,), "window_size": 2}),
+    "swin_tiny_patch4_window7_224": (64, {**_STAGES, "img_size": 64}),
+    "swinv2_cr_tiny_224": (64, {**_STAGES, "img_size": 64}),
+    "twins_svt_small": (64, {**_PYRAMID, "img_size": 64}),
+    "davit_tiny": (64, _PYRAMID),
+    "hiera_tiny_224": (64, {"img_size": 64, "embed_dim": 16}),
+    "pvt_v2_b0": (64, {"depths": (1,) * 4}),
+}
 
 TIMM: tuple[Case, ...] = (
     # The convolution in place of the first linear layer has 7 x 7 positions; narrow, it has the same operators.
@@ -121,6 +149,7 @@ TIMM: tuple[Case, ...] = (
     _case("vgg11_bn", mlp_ratio=0.01),
     *(_case(name) for name in (*_RESIDUAL, *_CROSS_STAGE, *_MOBILE, *_MODERN)),
     *(_case(name, shape=MULTIPLE_OF_32) for name in ("resnetaa50", "dla34", "dla46x_c", "hrnet_w18_small")),
+    *(_case(name, shape=(2, 3, size, size), **arguments) for name, (size, arguments) in _TRANSFORMERS.items()),
     # Attention in blocks of 8 x 8 on the smallest map.
     _case("bat_resnext26ts", shape=(2, 3, 256, 256)),
     _case("convmixer_768_32"),

@@ -1,4 +1,4 @@
-"""torchvision's convolutional networks: each family of classifiers, the segmentation models, and the dense detectors without their
+"""torchvision's networks: each family of classifiers, videos, the segmentation models, and the dense detectors without their
 post-processing, which is not a function with gradients.
 
 The classifiers of AlexNet and VGG hold up to 120 million parameters behind a pool to 7 x 7; they are made narrow, which changes no
@@ -38,6 +38,21 @@ def _with_narrow_classifier(name: str, num_features: int, **arguments: Any) -> C
         return model
 
     return Case(package="torchvision", name=name, make=make)
+
+
+def _vision_transformer() -> nn.Module:
+    """Two blocks, with dropout of activations and of the weights of attention."""
+    from torchvision.models import VisionTransformer
+
+    model: nn.Module = VisionTransformer(64, 16, 2, 2, 32, 64, dropout=0.1, attention_dropout=0.1, num_classes=_CLASSES)
+    return model
+
+
+def _swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    model: nn.Module = SwinTransformer([4, 4], 16, [2, 2], [2, 2], [4, 4], num_classes=_CLASSES)
+    return model
 
 
 class _Dense(nn.Module):
@@ -99,6 +114,9 @@ TORCHVISION: tuple[Case, ...] = (
     _case("regnet_x_400mf"),
     _case("regnet_y_400mf"),
     _case("convnext_tiny"),
+    _case("r2plus1d_18", shape=(2, 3, 8, 32, 32)),
+    Case(package="torchvision", name="vit", make=_vision_transformer, shape=(2, 3, 64, 64)),
+    Case(package="torchvision", name="swin", make=_swin, shape=(2, 3, 64, 64)),
     _case("fcn_resnet50", weights_backbone=None, aux_loss=True),
     _case("deeplabv3_resnet50", weights_backbone=None, aux_loss=True),
     _case("deeplabv3_mobilenet_v3_large", weights_backbone=None),

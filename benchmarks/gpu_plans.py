@@ -58,6 +58,8 @@ CASES = (
     Case(network="unet", size_px=8192, budget="8GiB"),
     Case(network="unet", size_px=20_480, budget="40GiB"),
     Case(network="unet", size_px=20_480, budget="28GiB"),
+    Case(network="resnet18", size_px=2048, budget="450MiB"),
+    Case(network="resnet18", size_px=2048, budget="300MiB"),
 )
 
 

@@ -115,7 +115,7 @@ def prepare(request: PlanningRequest, fitted: FittedPlan, specialized: Specializ
     if fitted.seconds is not None:
         timeline = plan.timeline.measured(fitted.seconds)
         plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
-    has_copies = any(op.is_copy for op in region.schedule)
+    has_copies = bool(region.direct) or any(op.is_copy for op in region.schedule)
     slab_pool = HostSlabPool(fitted.projected.projection.slab_bytes, device, settings.host_allocator) if has_copies else None
     records_passes = fitted.projected.projection.records_passes and device.type == "cuda"
     graphs = None if records_passes else _recordable_graphs(request, problem, region, plan)

@@ -177,7 +177,8 @@ class Projection:
         flops: counted floating-point operations.
         op_records: the same numbers for each schedule op of the step.
         host_bytes: peak bytes of host memory for values that leave the device.
-        slab_bytes: part of ``host_bytes`` in the slab, for copies; the remainder holds streamed segment boundary tensors.
+        slab_bytes: part of ``host_bytes`` in the slab, for copies and direct cuts; the remainder holds other streamed segment boundary
+            tensors.
         weights_peak_bytes: peak bytes of streamed weights; included in ``peak_bytes``.
         overhead_bytes: on a GPU, bytes that the device takes in addition (``sft.planner.measured.allocator_overhead``).
         segments: on a GPU, bytes of the segments of the step's memory pool; ``None`` for a step without a pool.
@@ -383,15 +384,15 @@ class _AnalyticSegment:
         segment = self.segment
         if machine.on_host:
             return
-        if segment.from_source:
+        if not segment.from_source <= segment.direct:
             for start in [machine.staging.allocate(size) for size in input_staging_bytes(segment, direction, sweep)]:
                 machine.staging.free(start)
         for program, _ in runs:
             for port, slot in program.ports.items():
-                if segment.is_exchanged(port):
+                if segment.is_exchanged(port) and port.name not in segment.direct:
                     machine.note_transfer(slot.num_bytes)
         if direction == "backward":
-            machine.note_transfer(largest_input_grad_bytes(segment, sweep))
+            machine.note_transfer(largest_input_grad_bytes(segment, sweep, segment.from_source - segment.direct))
 
     def backward(
         self, machine: Machine, values: ValueBindings, stores: list[SimulatedBuffer], grads: Gradients, *, consume: bool = True

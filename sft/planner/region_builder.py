@@ -35,6 +35,8 @@ from sft.runtime.whole_segment import WholeSegment
 
 __all__ = ["build_region", "can_stream", "full_extent_step", "segment_borders"]
 
+_AnySegment = TiledSegment | WholeSegment | SampleSegment
+
 
 def segment_borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Values that each segment reads from outside, and those of its own that later segments or the caller read."""
@@ -57,12 +59,13 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     streamed = frozenset(name for choice in choices for name in choice.streamed)
     row_major = _row_major_cuts(problem, choices, borders)
     _check_streamed(problem, choices, borders)
+    direct = problem.resources.direct_cuts(choices)
     single = {name for choice in choices for name in _single_grads(problem, choice)}
     leaving = problem.resources.host_outputs.intersection(problem.sized.phases.streamed).difference(*(reads for reads, _ in borders))
     return Region(
         graph=graph,
         segments=[
-            _segment(problem, choice, makes, reads, leaving, streamed, row_major)
+            _segment(problem, choice, makes, reads, leaving, streamed, direct, row_major)
             for choice, (reads, makes) in zip(choices, borders, strict=True)
         ],
         reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, borders, strict=True)],
@@ -76,6 +79,7 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         from_source=problem.resources.from_source,
         host_outputs=problem.resources.host_outputs,
         streamed=streamed,
+        direct=direct,
         weights=problem.resources.weights,
     )
 
@@ -141,8 +145,9 @@ def _segment(
     outside: tuple[str, ...],
     leaving: frozenset[str],
     streamed: frozenset[str],
+    direct: frozenset[str],
     row_major: frozenset[str],
-) -> TiledSegment | WholeSegment | SampleSegment:
+) -> _AnySegment:
     """The segment of one decision; ``leaving`` are the outputs that may go to the host strip by strip, as no segment reads them again.
 
     Segments that differ only in their kept states, or in which of their borders are streamed, share programs.
@@ -153,15 +158,15 @@ def _segment(
     row_major = row_major.intersection(outside)
     key = ("segment", shared, outputs, outside, leaving, row_major)
     segment = problem.memo.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving, row_major))
-    arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
+    borders = (streamed.intersection(outside), streamed.intersection(outputs), direct.intersection((*outside, *outputs)))
     # The segment object caches the cost of its sweeps: of many segments few differ from one proposal to the next.
     states = (choice.state_every, choice.state_slots, choice.restart)
-    return problem.memo.memoize((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
+    return problem.memo.memoize((*key, states, borders), lambda: _with_borders(segment, choice, *borders))
 
 
 def _with_borders(
-    segment: TiledSegment | WholeSegment | SampleSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
-) -> TiledSegment | WholeSegment | SampleSegment:
+    segment: _AnySegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str], direct: frozenset[str]
+) -> _AnySegment:
     """The segment with these state policies and streamed borders."""
     if not isinstance(segment, TiledSegment):
         return replace(segment, from_source=segment.from_source | arrives)
@@ -171,6 +176,7 @@ def _with_borders(
         restart=choice.restart,
         from_source=segment.from_source | arrives,
         to_host=segment.to_host | leaves,
+        direct=direct,
     )
 
 
@@ -181,7 +187,7 @@ def _build_segment(
     outside: tuple[str, ...],
     leaving: frozenset[str],
     row_major: frozenset[str],
-) -> TiledSegment | WholeSegment | SampleSegment:
+) -> _AnySegment:
     phases = problem.sized.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.lower.context import Backend
 from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.plan import SegmentChoice
 from sft.planner.sized_graph import SizedGraph
 from sft.runtime.weight_prefetch import StreamedWeights
 from sft.solvers.chain import HostLink
@@ -49,6 +52,23 @@ class Resources:
     skips_repeats: bool = False
     deterministic: bool = False
     weights: StreamedWeights | None = None
+
+    def direct_cuts(self, choices: Sequence[SegmentChoice]) -> frozenset[str]:
+        """Streamed cuts of which a strip is one block of bytes for each sample, on the device and in page-locked memory.
+
+        They are images and volumes, which have their channels last, and all their segments are tiled, the first one in full width. None is
+        in a file, or compared by a strip policy.
+        """
+        if self.on_host or self.host_is_files or self.skips_repeats:
+            return frozenset()
+        untiled = {name for choice in choices if choice.mode != "tiled" for name in choice.nodes}
+        return frozenset(
+            name
+            for choice in choices
+            if choice.streamed and self.sized.num_panels(choice.nodes, choice.panel_cols) == 1
+            for name in choice.streamed
+            if len(self.sized.shapes[name]) in CHANNELS_LAST and untiled.isdisjoint(self.sized.graph.users[name])
+        )
 
     @property
     def occupied_bytes(self) -> int:

@@ -41,19 +41,25 @@ def with_streamed(choices: Sequence[SegmentChoice], names: Collection[str]) -> t
 class HostTraffic:
     """Bytes over the link, strip by strip, while one segment runs.
 
-    Each panel reads its strips in full width. Rows that restored strips read again are not counted.
+    Each panel reads its strips in full width. Rows that two strips have in common, or that restored strips read again, count once.
 
     Attributes:
         down_bytes: to the host, in the forward pass.
         up_bytes: from the host, in the forward pass.
         backward_down_bytes: to the host, in the backward pass.
         backward_up_bytes: from the host, in the backward pass.
+        awaited_down_bytes: part of ``down_bytes`` during which the device computes nothing.
+        backward_awaited_down_bytes: the same of ``backward_down_bytes``.
+        backward_awaited_up_bytes: the same of ``backward_up_bytes``.
     """
 
     down_bytes: int = 0
     up_bytes: int = 0
     backward_down_bytes: int = 0
     backward_up_bytes: int = 0
+    awaited_down_bytes: int = 0
+    backward_awaited_down_bytes: int = 0
+    backward_awaited_up_bytes: int = 0
 
     def seconds(self, link: HostLink, *, back: bool) -> float:
         """Link time of one of the passes."""
@@ -61,23 +67,44 @@ class HostTraffic:
             return link.streamed_seconds(self.backward_down_bytes, self.backward_up_bytes)
         return link.streamed_seconds(self.down_bytes, self.up_bytes)
 
+    def awaited_seconds(self, link: HostLink, *, back: bool) -> float:
+        """The time of it during which the device computes nothing."""
+        if back:
+            return link.down_seconds(self.backward_awaited_down_bytes) + link.up_seconds(self.backward_awaited_up_bytes)
+        return link.down_seconds(self.awaited_down_bytes)
+
 
 def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[HostTraffic, ...]:
-    """Link traffic of each segment."""
+    """Link traffic of each segment.
+
+    Strips of direct cuts pass while others are computed. The device only waits for gradients to which a segment adds its own. Staged cuts
+    are read ahead; all other copies of theirs are awaited, unless the device's memory is the host's.
+    """
     streamed = {name for choice in choices for name in choice.streamed}
     if not streamed:
         return (HostTraffic(),) * len(choices)
+    sized, borders = problem.sized, segment_borders(problem.sized.graph, choices)
+    direct = problem.resources.direct_cuts(choices)
+    staged = frozenset() if problem.resources.on_host else frozenset(streamed) - direct
+    last_readers = {name: number for number, (reads, _) in enumerate(borders) for name in reads}
     traffic = []
-    for choice, (reads, makes) in zip(choices, segment_borders(problem.sized.graph, choices), strict=True):
+    for number, (choice, (reads, makes)) in enumerate(zip(choices, borders, strict=True)):
         inputs, outputs = (streamed.intersection(names) for names in (reads, makes))
-        num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols) if choice.mode == "tiled" else 1
-        up_bytes = num_panels * sum(map(problem.sized.value_bytes, inputs))
+        num_panels = sized.num_panels(choice.nodes, choice.panel_cols) if choice.mode == "tiled" else 1
+        input_grads, output_grads = inputs & sized.requires_grad, outputs & sized.requires_grad
+        # In the backward pass the last reader of a cut comes first; each panel adds to all columns.
+        num_sums = {name: num_panels - (last_readers[name] == number) for name in sorted(input_grads & direct)}
+        sum_bytes = sum(count * sized.grad_bytes(name) for name, count in num_sums.items())
+        up_bytes = num_panels * sum(map(sized.value_bytes, inputs))
         traffic.append(
             HostTraffic(
-                down_bytes=sum(map(problem.sized.value_bytes, outputs)),
+                down_bytes=sum(map(sized.value_bytes, outputs)),
                 up_bytes=up_bytes,
-                backward_down_bytes=num_panels * sum(map(problem.sized.grad_bytes, inputs & problem.sized.requires_grad)),
-                backward_up_bytes=up_bytes + sum(map(problem.sized.grad_bytes, outputs & problem.sized.requires_grad)),
+                backward_down_bytes=num_panels * sum(map(sized.grad_bytes, input_grads)),
+                backward_up_bytes=up_bytes + sum(map(sized.grad_bytes, output_grads)) + sum_bytes,
+                awaited_down_bytes=sum(map(sized.value_bytes, outputs & staged)),
+                backward_awaited_down_bytes=num_panels * sum(map(sized.grad_bytes, input_grads & staged)),
+                backward_awaited_up_bytes=sum(map(sized.grad_bytes, output_grads & staged)) + sum_bytes,
             )
         )
     return tuple(traffic)

@@ -6,9 +6,13 @@ later states the next kept one, ``j(s) >= s + 1``, needs the most of the block: 
 K[j(s)]``. Until then it lives as long as the current state needs it, i.e. while ``F[s+1] > K[t+1]`` after strip ``t``. In the backward
 pass the retained states form a stack; each adds the blocks between the state below it and itself that it needs.
 
-Other terms: the loaders' buffers of an input that is not resident (for a device with its own memory, a copy of the strip), the strip of an
-output on the host or of its gradient while the strip's program runs, and the bytes that the strip policy reserves. The policy decides on
-data, so every strip is assumed to run.
+Other terms:
+
+- the loaders' buffers of an input that is not resident (for a device with its own memory, a copy of the strip);
+- the strip of an output on the host or of its gradient while the strip's program runs;
+- strips of direct cuts and of their gradients, which leave while the next strip is computed;
+- rows of such a gradient that come back from the host to be added, after a strip, while its results and its gradients of inputs are live;
+- the bytes that the strip policy reserves. The policy decides on data, so every strip is assumed to run.
 
 The bytes at every event are thus prefix sums. Tests compare them with a sweep on the simulated machine, byte for byte.
 """
@@ -24,7 +28,7 @@ import numpy as np
 
 from sft.common.array_types import BoolArray, IntArray
 from sft.lower.program import Program
-from sft.runtime.streamed_inputs import input_buffer_bytes, input_grad_bytes
+from sft.runtime.streamed_inputs import grad_buffer_bytes, input_buffer_bytes, input_grad_bytes, returned_bytes
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
@@ -118,7 +122,14 @@ class _SweepRows:
         return int(np.array([program.flops for program in programs])[self.kinds].sum())
 
 
-def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentiate: bool, on_host: bool = True) -> SweepProfile:
+def profile_sweep(
+    segment: TiledLayout,
+    sweep: Sweep,
+    *,
+    keep: bool,
+    differentiate: bool,
+    on_host: bool = True,
+) -> SweepProfile:
     """Project one sweep of a segment.
 
     Args:
@@ -131,6 +142,7 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
     rows = _SweepRows.of(segment, sweep, keep=keep)
     programs = [segment.program("forward", int(step), sweep) for step in rows.first]
     peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in programs])[rows.kinds]
+    peaks[1:] += np.array([segment.direct_strip_bytes(program) for program in programs])[rows.kinds][:-1]
     stays = rows.lasting if segment.keeps_states(sweep) else np.zeros_like(rows.lasting)
     before = _live_bytes_before(rows.frontier, rows.kept, rows.blocks, stays)
     read = input_buffer_bytes(segment, "forward", sweep, on_host=on_host)
@@ -168,7 +180,10 @@ def _profile_backward(segment: TiledLayout, sweep: Sweep, rows: _SweepRows, *, o
 
     joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in programs])[kinds]
     joint_peaks += segment.strip_policy.separate_grad_bytes(segment, programs)[kinds]
-    joint_peaks += input_grad_bytes(segment, "joint", np.arange(num_steps), sweep)
+    sink_grads = input_grad_bytes(segment, "joint", np.arange(num_steps), sweep)
+    joint_peaks += sink_grads
+    sums = np.array([sum(program.result_bytes.values()) for program in programs])[kinds] + sink_grads
+    sums += returned_bytes(segment, np.arange(num_steps), sweep)
     actions = checkpoints.actions(num_steps)
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
@@ -178,8 +193,11 @@ def _profile_backward(segment: TiledLayout, sweep: Sweep, rows: _SweepRows, *, o
     # The carried gradient at an action is that of the state after which all strips are differentiated.
     gradients = (rows.row_bytes[rows.has_grad, None] * (rows.frontier - rows.kept)[rows.has_grad]).sum(0)
     done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
-    alive += gradients[done] + input_buffer_bytes(segment, "backward", sweep, on_host=on_host)
-    peak = max(selection_peak, int((alive[is_joint] + joint_peaks[strip[is_joint]]).max()))
+    alive += input_buffer_bytes(segment, "backward", sweep, on_host=on_host) + grad_buffer_bytes(segment, sweep)
+    sums_peak = int((alive[is_joint] + sums[strip[is_joint]]).max())
+    leaving = input_grad_bytes(segment, "joint", np.arange(num_steps), sweep, segment.from_source & segment.direct)
+    alive += gradients[done] + np.append(leaving, 0)[done]
+    peak = max(selection_peak, sums_peak, int((alive[is_joint] + joint_peaks[strip[is_joint]]).max()))
     peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(sweep):
         again = np.arange(rows.states.max())

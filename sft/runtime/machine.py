@@ -131,7 +131,7 @@ class HostOps(OffloadOps, Protocol):
         """Open a loader of strips of an input.
 
         Args:
-            source: the input's source, or a cut on the host.
+            source: the input's source, a cut on the host, or the gradient of a direct cut.
             batch: batch elements to read.
             order: rows of each strip, in the order in which they are taken.
             row_bytes: bytes of one row of these batch elements.
@@ -153,7 +153,13 @@ class HostOps(OffloadOps, Protocol):
         *,
         axes: Axes = DEFAULT_AXES,
     ) -> None:
-        """Copy a buffer into an output on the host, or into the region of it that :meth:`BufferOps.view` selects."""
+        """Copy a buffer into an output on the host, or into the region of it that :meth:`BufferOps.view` selects.
+
+        A strip of a direct cut leaves until :meth:`finish_strips`; so does the gradient of one that is added to its sink.
+        """
+
+    def finish_strips(self, host: Buffer) -> None:
+        """Wait for the copy of the strip that leaves to a direct cut, or to its gradient, and free the strip."""
 
     def known_rows(self, host: Buffer) -> int:
         """Number of leading rows of an output on the host that its consumer has already, so that they may be left out."""
@@ -170,10 +176,16 @@ class HostOps(OffloadOps, Protocol):
     ) -> None:
         """Fill a buffer with the gradient of an output on the host, or with the region of it that :meth:`BufferOps.view` selects."""
 
-    def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any) -> Buffer:
-        """Allocate a cut on the host: a target of :meth:`write_output` and a source of :meth:`open_input`."""
+    def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> Buffer:
+        """Allocate a cut on the host: a target of :meth:`write_output` and a source of :meth:`open_input`.
 
-    def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any) -> Buffer:
+        Args:
+            shape: its shape.
+            dtype: its element type.
+            direct: True for one in the slab of the step, of which only tiled segments read and write strips in full width.
+        """
+
+    def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> Buffer:
         """Allocate zeros on the host for the gradient of a cut: a sink of :meth:`add_to_sink`, read by :meth:`read_output_grad`."""
 
 
@@ -244,7 +256,9 @@ class Gradients:
     Attributes:
         by_name: gradients by value name; on the host for outputs and cuts on the host.
         sinks: destinations of the gradients of inputs that are not resident, and of cuts on the host.
+        loaders: strip loaders of the gradients of direct outputs in the current sweep, by output.
     """
 
     by_name: dict[str, Buffer] = field(default_factory=dict)
     sinks: dict[str, Buffer] = field(default_factory=dict)
+    loaders: dict[str, StripLoader] = field(default_factory=dict)

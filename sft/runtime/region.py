@@ -7,7 +7,8 @@ on the host for their next reader (``sft.runtime.offload``). Outputs, and gradie
 the caller's tensors do not change before the end of a pass.
 
 *Streamed cuts* are on the host, and so are their gradients: for the segment that writes it, such a cut is an output that leaves strip by
-strip; for its readers, an input that is not resident.
+strip; for its readers, an input that is not resident. The strips of *direct* ones are copied to page-locked memory and back by the device
+alone; those of others pass through buffers of a thread.
 
 *Streamed weights* are on the device around the ops that read them, and their gradients leave one by one (``sft.runtime.weight_prefetch``).
 
@@ -71,7 +72,8 @@ class Region:
         grad_dtypes: element type in which its gradient is accumulated; a parameter's gradient is rounded to the parameter's type at the
         end. requires_grad: values that need a gradient. outputs: the model's outputs, each once. contiguous: outputs in channels-first
         layout. from_source: inputs that are read while sweeps run; their buffers are sources, their gradients are added to sinks.
-        host_outputs: outputs on the host, with their gradients. streamed: cuts on the host, with their gradients. custom_schedule:
+        host_outputs: outputs on the host, with their gradients. streamed: cuts on the host, with their gradients. direct: members of
+        ``streamed`` in page-locked memory, of which a strip is one block of bytes for each sample. custom_schedule:
         schedule of a step with a backward pass; ``None`` for the default one. A segment with outputs that leave strip by strip runs
         forward once. weights: the streamed parameters; ``None`` if all are resident.
     """
@@ -89,6 +91,7 @@ class Region:
     from_source: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
     streamed: frozenset[str] = frozenset()
+    direct: frozenset[str] = frozenset()
     custom_schedule: SegmentSchedule | None = None
     weights: StreamedWeights | None = None
 
@@ -173,7 +176,7 @@ class Region:
         reused = self._reused_sources(segment, dead) if residuals is None else {}
         for name in self.writes[op.segment]:
             if name in self.streamed:
-                values.by_name[name] = machine.allocate_host_cut(self.shapes[name], self.dtypes[name])
+                values.by_name[name] = machine.allocate_host_cut(self.shapes[name], self.dtypes[name], direct=name in self.direct)
             elif name in reused:
                 values.by_name[name] = values.by_name[reused[name]]
             elif name not in without_buffer:
@@ -325,7 +328,8 @@ class Region:
     def _allocate_host_grad(self, machine: HostOps, name: str, grads: Gradients) -> None:
         """Allocate the gradient of a streamed cut on the host: its readers add to it, and its writer reads it."""
         if name not in grads.by_name:
-            grads.by_name[name] = grads.sinks[name] = machine.allocate_host_grad(self.shapes[name], self.grad_dtypes[name])
+            gradient = machine.allocate_host_grad(self.shapes[name], self.grad_dtypes[name], direct=name in self.direct)
+            grads.by_name[name] = grads.sinks[name] = gradient
 
     def _load_gradient(self, machine: Machine, name: str, values: ValueBindings, grads: Gradients, host_grads: set[str]) -> None:
         """Copy the full gradient of an output from the host into a buffer that may be added to."""

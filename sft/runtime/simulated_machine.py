@@ -12,6 +12,7 @@ from sft.common.interval import Interval
 from sft.lower.program import Port, Program, Slot
 from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
 from sft.runtime.offload import HostArena, OffloadedValue
+from sft.runtime.streamed_inputs import returned_rows_bytes
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.sources.strip_reader import FULL_READ_BYTES, aligned_bytes, read_chunks, reader_bytes, ring_bytes_of
 
@@ -90,6 +91,35 @@ class SimulatedBuffer:
         self._memory.free(self.num_bytes, self.address)
 
 
+class _SlabCounter(MemoryCounter):
+    """Counter of buffers in the slab of a step.
+
+    Args:
+        arena: layout of the slab.
+    """
+
+    def __init__(self, arena: HostArena) -> None:
+        super().__init__()
+        self._arena = arena
+
+    def allocate(self, num_bytes: int) -> int:
+        return self._arena.allocate(num_bytes)
+
+    def free(self, num_bytes: int, address: Any) -> None:
+        self._arena.free(address)
+
+
+class _DirectBuffer(SimulatedBuffer):
+    """Direct cut on the host, or its gradient.
+
+    Attributes:
+        leaving: strip on the device that is being copied to it.
+    """
+
+    __slots__ = ("leaving",)
+    leaving: SimulatedBuffer | None
+
+
 @dataclass(slots=True)
 class _SimulatedStripLoader:
     """Loader of simulated strips, which are views of its buffers.
@@ -121,8 +151,8 @@ class SimulatedMachine:
     Attributes:
         memory: counter of the device's bytes.
         on_host: True if the device's memory is the host's, so that buffers for reading inputs count, too.
-        host_arena: arena on the host for offloaded values.
-        host_memory: counter of the other bytes on the host (streamed cuts).
+        host_arena: arena on the host for offloaded values and direct cuts.
+        host_memory: counter of the other bytes on the host (cuts that are not direct).
         staging: arena of the page-locked buffers of readers.
         transfer_bytes: bytes of the largest page-locked buffer of another copy.
         num_known_rows: leading rows of outputs on the host that their consumer has already, as of an interrupted prediction.
@@ -191,7 +221,8 @@ class SimulatedMachine:
         num_buffers, strip_bytes, carry_bytes = reader_bytes(order, row_bytes)
         sizes = [strip_bytes] * num_buffers + ([carry_bytes] if self.on_host else [])
         buffers = [SimulatedBuffer(self.memory, size) for size in sizes]
-        start = None if self.on_host else self.staging.allocate(ring_bytes_of(order, row_bytes))
+        is_staged = not self.on_host and not isinstance(source, _DirectBuffer)
+        start = self.staging.allocate(ring_bytes_of(order, row_bytes)) if is_staged else None
         return _SimulatedStripLoader(buffers, self.staging, start)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
@@ -200,18 +231,27 @@ class SimulatedMachine:
             self.staging.free(self.staging.allocate(ring_bytes_of(read_chunks(shape[2], row_bytes), row_bytes)))
         return self.allocate(shape, dtype, zero=False)
 
-    def note_transfer(self, num_bytes: int) -> None:
-        """Count the page-locked buffer of a strip that is copied to the host, or from a gradient there."""
-        if not self.on_host:
+    def note_transfer(self, num_bytes: int, host: Buffer = None) -> None:
+        """Count the page-locked buffer of a strip that is copied to ``host``, or from a gradient there."""
+        if not self.on_host and not isinstance(host, _DirectBuffer):
             self.transfer_bytes = max(self.transfer_bytes, num_bytes)
 
     def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
-        self.note_transfer(gradient.num_bytes)
+        self.note_transfer(gradient.num_bytes, sink)
+        if isinstance(sink, _DirectBuffer):
+            self.memory.record_peak(returned_rows_bytes(gradient.num_bytes // len(batch), len(rows)))
+            sink.leaving = gradient
 
     def write_output(
         self, host: Buffer, source: Buffer, batch: Interval | None = None, rows: Interval | None = None, *_: Any, **__: Any
     ) -> None:
-        self.note_transfer(source.num_bytes if rows is not None else min(source.num_bytes, FULL_READ_BYTES))
+        self.note_transfer(source.num_bytes if rows is not None else min(source.num_bytes, FULL_READ_BYTES), host)
+        if isinstance(host, _DirectBuffer):
+            host.leaving = source
+
+    def finish_strips(self, host: Buffer) -> None:
+        assert isinstance(host, _DirectBuffer)
+        host.leaving = None
 
     def known_rows(self, host: Buffer) -> int:
         return self.num_known_rows
@@ -226,11 +266,12 @@ class SimulatedMachine:
         """Page-locked bytes: buffers of readers, and two buffers in each direction of other copies."""
         return self.staging.num_bytes + NUM_TRANSFERS * aligned_bytes(self.transfer_bytes)
 
-    def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
-        return SimulatedBuffer(self.host_memory, Slot(0, shape, dtype, 0).num_bytes)
+    def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> SimulatedBuffer:
+        num_bytes = Slot(0, shape, dtype, 0).num_bytes
+        return _DirectBuffer(_SlabCounter(self.host_arena), num_bytes) if direct else SimulatedBuffer(self.host_memory, num_bytes)
 
-    def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
-        return self.allocate_host_cut(shape, dtype)
+    def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> SimulatedBuffer:
+        return self.allocate_host_cut(shape, dtype, direct=direct)
 
     def offload(self, target: str, buffers: Sequence[Buffer]) -> OffloadedValue:
         roots = list({id(buffer.root): buffer.root for buffer in buffers}.values())

@@ -6,13 +6,15 @@ loader in any case. An input is thus read once for each sweep over it: for each 
 again backward. Rows of restored strips in a backward sweep are read once more. Rows are read in full width; a panel takes its columns of
 them, and each panel is a sweep of its own.
 
+Gradients of direct outputs (``sft.runtime.region``) are read in the same way.
+
 Strips that the strip policy leaves out are not read. The exception is a backward sweep with restored strips: without them, neighbours in
 the list could have more rows in common than planned, so all strips are read as planned, and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Literal
 
@@ -25,16 +27,20 @@ from sft.lower.program import Port
 from sft.runtime.machine import Buffer, HostOps, StripLoader
 from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
-from sft.sources.strip_reader import reader_bytes_at, ring_bytes
+from sft.sources.strip_reader import read_chunks, reader_bytes, reader_bytes_at, ring_bytes
 
 __all__ = [
     "SweepDirection",
+    "grad_buffer_bytes",
     "input_buffer_bytes",
     "input_grad_bytes",
     "input_staging_bytes",
     "largest_input_grad_bytes",
+    "open_grad_loaders",
     "open_loaders",
     "reads_skipped_strips",
+    "returned_bytes",
+    "returned_rows_bytes",
     "row_read_order",
 ]
 
@@ -127,6 +133,40 @@ def open_loaders(
         yield loaders
 
 
+def _grads_read(segment: TiledLayout, sweep: Sweep) -> dict[str, tuple[Interval, ...]]:
+    """Rows of the gradients of direct outputs that a backward sweep reads, in order."""
+    joints = [action.strip for action in segment.checkpoints.actions(segment.schedule.num_steps) if action.kind == "joint"]
+    kinds, order = segment.schedule.kinds[1].tolist(), dict[str, tuple[Interval, ...]]()
+    for name in sorted(segment.to_host & segment.direct):
+        reads = _ReadsCache(segment, sweep, Port("grad_out", name))
+        rows = tuple(segment.output_region(name, segment.step(strip), sweep)[0] for strip in joints if reads["joint", kinds[strip]])
+        if rows:
+            order[name] = rows
+    return order
+
+
+@contextmanager
+def open_grad_loaders(
+    machine: HostOps, segment: TiledLayout, gradients: Mapping[str, Buffer], sweep: Sweep
+) -> Iterator[dict[str, StripLoader]]:
+    """Context with open loaders of the gradients of a segment's direct outputs for a backward sweep, by name."""
+    loaders: dict[str, StripLoader] = {}
+    with ExitStack() as stack:
+        for name, order in _grads_read(segment, sweep).items():
+            row_bytes = segment.source_row_bytes(name, sweep, gradient=True)
+            loaders[name] = stack.enter_context(closing(machine.open_input(gradients[name], sweep.chunk, order, row_bytes)))
+        yield loaders
+
+
+def grad_buffer_bytes(segment: TiledLayout, sweep: Sweep) -> int:
+    """Bytes of these loaders' buffers on the device."""
+    total = 0
+    for name, order in _grads_read(segment, sweep).items():
+        num_buffers, buffer_bytes, _ = reader_bytes(order, segment.source_row_bytes(name, sweep, gradient=True))
+        total += num_buffers * buffer_bytes
+    return total
+
+
 def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
     """Bytes of the loaders' buffers on the device during a sweep: two strips, and rows for the next one if its memory is the host's."""
     total = 0
@@ -137,11 +177,22 @@ def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: S
 
 
 def input_staging_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> list[int]:
-    """Page-locked bytes of each loader of a sweep on a device whose memory is not the host's, in the order in which they open."""
-    return [ring_bytes(start, stop, segment.source_row_bytes(name, sweep)) for name, start, stop in _strips_read(segment, direction, sweep)]
+    """Page-locked bytes of each loader of a sweep on a device whose memory is not the host's, in the order in which they open.
+
+    Loaders of direct cuts have none.
+    """
+    strips = (strips for strips in _strips_read(segment, direction, sweep) if strips[0] not in segment.direct)
+    return [ring_bytes(start, stop, segment.source_row_bytes(name, sweep)) for name, start, stop in strips]
 
 
-def input_grad_bytes(segment: TiledLayout, kind: StripKind, steps: IntArray, sweep: Sweep) -> IntArray:
+def returned_rows_bytes(num_bytes: int, num_rows: int) -> int:
+    """Device bytes for rows of a gradient that come back from the host, to be added to rows of a sample that take ``num_bytes``."""
+    return len(read_chunks(num_rows, num_bytes // num_rows)[0]) * (num_bytes // num_rows) if num_bytes else 0
+
+
+def input_grad_bytes(
+    segment: TiledLayout, kind: StripKind, steps: IntArray, sweep: Sweep, names: Collection[str] | None = None
+) -> IntArray:
     """Bytes of the gradients of inputs that are not resident, for each of some strips.
 
     Args:
@@ -149,10 +200,11 @@ def input_grad_bytes(segment: TiledLayout, kind: StripKind, steps: IntArray, swe
         kind: program of the strips.
         steps: indices of the strips.
         sweep: the sweep.
+        names: the inputs. Default: `None` (all)
     """
     total = np.zeros(len(steps), dtype=np.int64)
     kinds = segment.schedule.kinds[1][steps].tolist()
-    for name in sorted(segment.from_source):
+    for name in sorted(segment.from_source if names is None else names):
         start, stop = segment.rows_read(name, sweep)
         reads = _ReadsCache(segment, sweep, Port("grad_source", name))
         is_bound = np.array([reads[kind, signature] for signature in kinds], dtype=bool)
@@ -160,13 +212,28 @@ def input_grad_bytes(segment: TiledLayout, kind: StripKind, steps: IntArray, swe
     return total
 
 
-def largest_input_grad_bytes(segment: TiledLayout, sweep: Sweep) -> int:
-    """Bytes of the largest strip of the gradient of one input that is not resident, in a backward sweep."""
-    steps, largest = np.arange(segment.schedule.num_steps), 0
-    kinds = segment.schedule.kinds[1].tolist()
-    for name in sorted(segment.from_source):
+def largest_input_grad_bytes(segment: TiledLayout, sweep: Sweep, names: Collection[str]) -> int:
+    """Bytes of the largest strip of the gradient of one of these inputs that are not resident, in a backward sweep."""
+    rows = ((name, _tallest_grad_rows(segment, sweep, name)) for name in names)
+    return max((num_rows * segment.source_row_bytes(name, sweep, gradient=True) for name, num_rows in rows), default=0)
+
+
+def returned_bytes(segment: TiledLayout, steps: IntArray, sweep: Sweep) -> IntArray:
+    """The most :func:`returned_rows_bytes` of a direct cut, for each of some strips in a backward sweep."""
+    largest = np.zeros(len(steps), dtype=np.int64)
+    kinds = segment.schedule.kinds[1][steps].tolist()
+    for name in sorted(segment.from_source & segment.direct):
         start, stop = segment.rows_read(name, sweep)
         reads = _ReadsCache(segment, sweep, Port("grad_source", name))
-        rows = [int(stop[step] - start[step]) for step in steps.tolist() if reads["joint", kinds[step]]]
-        largest = max(largest, max(rows, default=0) * segment.source_row_bytes(name, sweep, gradient=True))
+        row_bytes = segment.source_row_bytes(name, sweep, gradient=True) // len(sweep.chunk)
+        num_rows = [rows if reads["joint", kind] else 0 for rows, kind in zip((stop - start)[steps].tolist(), kinds, strict=True)]
+        largest = np.maximum(largest, [returned_rows_bytes(rows * row_bytes, rows) for rows in num_rows])
     return largest
+
+
+def _tallest_grad_rows(segment: TiledLayout, sweep: Sweep, name: str) -> int:
+    """Rows of the tallest strip of the gradient of an input that is not resident."""
+    start, stop = segment.rows_read(name, sweep)
+    kinds = segment.schedule.kinds[1].tolist()
+    reads = _ReadsCache(segment, sweep, Port("grad_source", name))
+    return max((int(stop[step] - start[step]) for step in range(segment.schedule.num_steps) if reads["joint", kinds[step]]), default=0)

@@ -57,6 +57,7 @@ class TiledLayout:
         sides: side inputs (parameters, buffers, global values) that the segment reads.
         from_source: inputs, and cuts on the host, that are read strip by strip and never resident.
         to_host: outputs that leave strip by strip and are never resident, with their gradients.
+        direct: those of both that are direct cuts: strips leave, and gradients of outputs arrive, while the next strip is computed.
         contiguous: members of ``to_host`` in channels-first layout.
         strip_policy: selects the strips that a sweep runs.
     """
@@ -70,6 +71,7 @@ class TiledLayout:
     sides: tuple[str, ...]
     from_source: frozenset[str] = frozenset()
     to_host: frozenset[str] = frozenset()
+    direct: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     strip_policy: StripPolicy = RUN_ALL_STRIPS
     #: costs of its sweeps (``sft.runtime.analytic_profile``); valid for these states and borders alone, so `replace` must not copy it
@@ -201,9 +203,13 @@ class TiledLayout:
         """Device bytes of the output strips, or of their gradients, that a program exchanges with the host."""
         return sum(slot.num_bytes for port, slot in program.ports.items() if self.is_exchanged(port))
 
+    def direct_strip_bytes(self, program: Program) -> int:
+        """Device bytes of the output strips that a program writes of direct cuts."""
+        return sum(slot.num_bytes for port, slot in program.ports.items() if port.role == "out" and port.name in self.direct)
+
     def is_exchanged(self, port: Port) -> bool:
-        """True if a port is a strip of an output, or of its gradient, that is exchanged with the host."""
-        return port.name in self.to_host and port.role in ("out", "grad_out")
+        """True if a port is a strip of an output, or of its gradient, that is exchanged with the host in a buffer of its own."""
+        return port.name in self.to_host and (port.role == "out" or (port.role == "grad_out" and port.name not in self.direct))
 
     def num_sweep_strips(self, direction: Literal["forward", "restore"]) -> int:
         """Number of strips of a forward sweep: all, or (``"restore"``) those before the last kept state."""

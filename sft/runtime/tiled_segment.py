@@ -6,7 +6,7 @@ gradients of sources and side inputs.
 
 An output may be on the host (``to_host``): one that no later segment reads, or a cut that is also read strip by strip. Its strip is then a
 buffer of its own on the device, which is copied to the host after the strip's program, and the strip of its gradient is copied from the
-host before.
+host before. Strips of direct cuts leave while the next strip's program runs, and gradients arrive as inputs do, one strip ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sft.lower.running_reductions import partial_shape, partial_start
 from sft.runtime.buffer_reuse import reusable_sources
 from sft.runtime.carry_cache import CarryCache
 from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
-from sft.runtime.streamed_inputs import open_loaders, reads_skipped_strips
+from sft.runtime.streamed_inputs import open_grad_loaders, open_loaders, reads_skipped_strips
 from sft.runtime.strip_policy import StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
@@ -136,9 +136,17 @@ class TiledSegment(TiledLayout):
                     cache.retain(self.schedule.carried_rows(index + 1))
                 else:
                     cache.advance(self.schedule.row_changes(index))
+            if partial is not None:
+                self._finish_strips(machine, values.by_name, self.to_host)
         if last not in kept:
             cache.release(self.schedule.carried_rows(last))
         return cache
+
+    def _finish_strips(self, machine: Machine, hosts: Mapping[str, Buffer], names: frozenset[str]) -> None:
+        """Free the strips of direct cuts, or of their gradients, that leave."""
+        for name in sorted(self.direct & names):
+            if name in hosts:
+                machine.finish_strips(hosts[name])
 
     def _missing_strips(self, machine: Machine, values: ValueBindings) -> SweepStart:
         """Start of the only sweep, if the consumers of all outputs have rows of them already: an interrupted prediction that is resumed."""
@@ -202,6 +210,8 @@ class TiledSegment(TiledLayout):
             for name, buffer in outputs.items():
                 machine.copy(self._output_slice(run, values, name, self.step(index + offset)), buffer)
         del outputs
+        if partial is not None:
+            self._finish_strips(machine, values.by_name, self.to_host)
         for name in list(host_strips):
             strip = host_strips.pop(name)
             for offset in range(weight):
@@ -282,9 +292,14 @@ class TiledSegment(TiledLayout):
         if cache is None:
             cache = self._sweep_forward(machine, values, sweep, None, self.kept_states)
         selection = self.strip_policy.select_backward(machine, self, grads, sweep, cache.selection)
-        with open_loaders(machine, self, values.by_name, "backward", sweep, selection=selection) as loaders:
+        with (
+            open_loaders(machine, self, values.by_name, "backward", sweep, selection=selection) as loaders,
+            open_grad_loaders(machine, self, grads.by_name, sweep) as grad_loaders,
+        ):
             streaming = ValueBindings(values.by_name, loaders, reads_skipped_strips(self, "backward"))
-            self._sweep_reverse(SweepRun(machine, sweep, streaming, cache), grads, selection)
+            sums = Gradients(grads.by_name, grads.sinks, grad_loaders)
+            self._sweep_reverse(SweepRun(machine, sweep, streaming, cache), sums, selection)
+            self._finish_strips(machine, grads.sinks, self.from_source)
 
     def _sweep_reverse(self, run: SweepRun, grads: Gradients, selection: StripSelection) -> None:
         """Run the checkpoint actions of a sweep: strips forward to restore states, and backward."""
@@ -328,6 +343,8 @@ class TiledSegment(TiledLayout):
                 bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
                 rows, columns = self.output_region(port.name, step, sweep)
                 machine.read_output_grad(grads.by_name[port.name], bindings[port], sweep.chunk, rows, columns, axes=self.scope.axes)
+            elif port.role == "grad_out" and port.name in grads.loaders:
+                bindings[port] = grads.loaders[port.name].take(self.output_region(port.name, step, sweep)[0])
             elif port.role == "grad_out":
                 is_streamed = port.name in self.scope.streamed
                 bindings[port] = self._output_slice(run, grads, port.name, step) if is_streamed else self._side(run, grads, port.name)
@@ -346,6 +363,7 @@ class TiledSegment(TiledLayout):
         with self.strip_policy.weighted(run, self, index, program, bindings, weight):
             results, _ = machine.run(program, bindings)
         bindings.clear()
+        self._finish_strips(machine, grads.sinks, self.from_source)
         for offset in range(weight):
             target = self.step(index - offset)
             for name, gradient in sink_grads.items():

@@ -57,12 +57,14 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
         recorded = _replay_forward(region, inputs, leaves, keep=False)
         if recorded is not None:
             return {name: leaves[name] if name in leaves else recorded.outputs[name] for name in region.outputs}
+        offloader = inputs.make_offloader() if region.direct else None
         with (
             torch.no_grad(),
             inputs.pass_settings(region),
             inputs.memory(),
+            _quiesce_on_error(offloader),
             inputs.forward_weights() as weights,
-            _running(inputs.machine(backward=False, weights=weights)) as machine,
+            _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
         ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
@@ -93,7 +95,7 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
         run,
         keep=keep,
         release=inputs.device_pool.release if inputs.has_pool else lambda: None,
-        make_offloader=partial(inputs.make_offloader, is_recorded=True) if keep else lambda: None,
+        make_offloader=partial(inputs.make_offloader, is_recorded=True) if keep or region.direct else lambda: None,
     )
 
 

@@ -1,6 +1,6 @@
 """Copies from a CUDA device to the host: each has a page-locked buffer, and a thread uses it when the copy is complete.
 
-Host outputs, host cuts and gradients of inputs are scattered into memory that is not page-locked. A direct copy there would make the host
+Host outputs, staged cuts and gradients of inputs are scattered into memory that is not page-locked. A direct copy there would make the host
 wait until all queued work is complete. Here the buffer is copied on a stream of its own; the computation's stream waits for the copy, since
 the memory on the device is used again, and the host continues. One thread scatters the buffers in order, so sums keep their order.
 """

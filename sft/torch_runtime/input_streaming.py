@@ -11,6 +11,7 @@ of the host: the same bits. One of the two strips on the device then has the pix
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from sft.sources.strip_reader import (
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.torch_runtime.staging import HostStaging, StagingRange
 
-__all__ = ["DeviceNormalizer", "SourceStripLoader", "Uploads", "load_source", "upload_rows"]
+__all__ = ["DeviceNormalizer", "SourceStripLoader", "StripTargets", "Uploads", "load_source", "strip_of", "upload_rows"]
 
 
 @dataclass(slots=True)
@@ -80,6 +81,41 @@ class Uploads:
         while self._running:
             event, _ = self._running.popleft()
             event.synchronize()
+
+
+@dataclass(slots=True)
+class StripTargets:
+    """Device memory of a loader's strips, allocated one strip ahead, each time of the same size: the allocator reuses the same blocks.
+
+    Attributes:
+        device: the device.
+        num_bytes: bytes of the tallest strip.
+        num_left: strips without memory so far.
+    """
+
+    device: torch.device
+    num_bytes: int
+    num_left: int
+    _ready: deque[tuple[Tensor, Any]] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def allocate(self) -> None:
+        """Allocate the memory of a strip, and record an event after that, unless all strips have theirs."""
+        if self.num_left:
+            self.num_left -= 1
+            data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            is_async = self.device.type == "cuda"
+            self._ready.append((data, torch.cuda.current_stream(self.device).record_event() if is_async else None))
+
+    def take(self) -> tuple[Tensor, Any]:
+        """Memory of the next strip, and the event at which it was allocated."""
+        return self._ready.popleft()
+
+    def clear(self) -> None:
+        """Free the memory of strips that were not taken."""
+        self._ready.clear()
 
 
 class _Pixels:
@@ -166,25 +202,23 @@ class SourceStripLoader:
     ) -> None:
         self._device, self._statistics, self._num_batch = device, statistics, len(batch)
         self._staging, self._uploads = staging, None
-        self._targets: deque[tuple[Tensor, Any]] = deque()
-        self._num_left = 0
         samples = select_samples(source, batch)
         self._dtype, num_row_bytes = samples.dtype, row_bytes(samples)
         self._pixels: _PixelStaging | None = None
+        num_targets, target_bytes, _ = reader_bytes(order, num_row_bytes)
+        self._targets = StripTargets(device, target_bytes, num_left=sum(map(bool, order)))
         if device.type != "cuda":
             self._reader: StripReader | None = StripReader(samples, order)
             return
         self._staging = staging or HostStaging()
-        num_targets, self._target_bytes, _ = reader_bytes(order, num_row_bytes)
         self._uploads = Uploads(device, self._staging.allocate(ring_bytes_of(order, num_row_bytes)))
-        self._num_left = sum(map(bool, order))
         for _ in range(num_targets):
-            self._allocate_target()
+            self._targets.allocate()
         if num_targets > 1 and isinstance(samples, PixelSource) and _is_smaller(samples):
-            data, allocated = self._targets.popleft()
+            data, allocated = self._targets.take()
             normalize = DeviceNormalizer(samples.normalizer, samples.dtype, device)
             self._pixels = _PixelStaging(data, allocated, samples.normalizer.pixel_dtype, normalize)
-            self._num_left += 1
+            self._targets.num_left += 1
             samples = _Pixels(samples)
         self._reader = StripReader(samples, order, num_buffers=NUM_RING_BUFFERS, allocate=self._uploads.allocate)
 
@@ -203,30 +237,23 @@ class SourceStripLoader:
         copy = torch.empty(strip.shape, dtype=strip.dtype, device=self._device, memory_format=torch.channels_last)
         return copy.copy_(strip)
 
-    def _allocate_target(self) -> None:
-        """Allocate the memory of a strip on the device, of the tallest strip's size, so that the allocator uses the same blocks again."""
-        if self._num_left:
-            self._num_left -= 1
-            data = torch.empty(self._target_bytes, dtype=torch.uint8, device=self._device)
-            self._targets.append((data, torch.cuda.current_stream(self._device).record_event()))
-
     def _upload(self, uploads: Uploads, reader: StripReader, rows: Interval) -> Tensor:
         """The next strip on a CUDA device."""
         uploads.make_room()
         strip = reader.take(rows)
         pixels = self._pixels
         if len(self._targets) < (1 if pixels else 2):  # the strip before is dropped
-            self._allocate_target()
-        data, allocated = self._targets.popleft()
-        target = _strip_of(data, self._dtype, strip.shape)
+            self._targets.allocate()
+        data, allocated = self._targets.take()
+        target = strip_of(data, self._dtype, strip.shape)
         if pixels is None:
             uploads.copy(target, strip, allocated)
             return target
-        staged = _strip_of(pixels.data, pixels.dtype, strip.shape)
+        staged = strip_of(pixels.data, pixels.dtype, strip.shape)
         uploads.copy(staged, strip, pixels.free)
         pixels.normalize(staged, target)
         pixels.free = torch.cuda.current_stream(self._device).record_event()
-        if not self._num_left and not self._targets:  # the last strip
+        if not self._targets.num_left and not self._targets:  # the last strip
             self._pixels = None
         return target
 
@@ -254,11 +281,10 @@ def _is_smaller(source: PixelSource) -> bool:
     return source.dtype in (torch.float32, torch.float64) and pixel_dtype.itemsize < source.dtype.itemsize and pixel_dtype != torch.bfloat16
 
 
-def _strip_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A strip ``[N, C, rows, W]``, channels last, in the first bytes of device memory."""
-    num, channels, num_rows, width = shape
-    numbers = data[: num * channels * num_rows * width * dtype.itemsize].view(dtype)
-    return numbers.view(num, num_rows, width, channels).permute(0, 3, 1, 2)
+def strip_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A strip ``[N, C, rows, W, ...]``, channels last, in the first bytes of device memory."""
+    numbers = data[: math.prod(shape) * dtype.itemsize].view(dtype)
+    return numbers.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def upload_rows(source: Source, out: Tensor, statistics: PassReading, staging: HostStaging) -> None:

@@ -36,7 +36,7 @@ from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, PassStatistics, note_flops
 from sft.torch_runtime.skip_constant import TorchStripOps
 from sft.torch_runtime.staging import HostStaging
-from sft.torch_runtime.streamed_cuts import CutStripLoader, HostCut, HostGradient
+from sft.torch_runtime.streamed_cuts import CutStripLoader, DirectCut, DirectGradient, DirectStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
 
 __all__ = ["TRIM_AFTER_BYTES", "HeapTrimmer", "TorchMachine"]
@@ -229,7 +229,11 @@ class TorchMachine:
 
     # Inputs, outputs and cuts on the host.
 
-    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
+    def open_input(
+        self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int
+    ) -> SourceStripLoader | DirectStripLoader:
+        if isinstance(source, (DirectCut, DirectGradient)):
+            return DirectStripLoader(source, batch, order)
         if self._transfers is not None:  # a cut that is read is complete, and the readers' buffers begin where the plan has them
             self._transfers.finish()
         if isinstance(source, HostCut):
@@ -247,6 +251,9 @@ class TorchMachine:
         return out
 
     def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
+        if isinstance(sink, DirectGradient):
+            sink.add(batch, rows, gradient)
+            return
         samples, transfers = select_samples(sink, batch), self.host_transfers()
         if transfers is None:
             samples.add(rows, gradient)
@@ -266,6 +273,10 @@ class TorchMachine:
         *,
         axes: Axes = DEFAULT_AXES,
     ) -> None:
+        if isinstance(host, DirectCut):
+            assert batch is not None and rows is not None, "a tiled segment writes it"
+            host.write(source, batch, rows)
+            return
         region, transfers = self.view(host.tensor, batch, rows, columns, axes=axes), self.host_transfers()
         if isinstance(host, HostOutput) and host.sink is not None:
             self._deliver(host.sink, source, rows, columns)
@@ -276,6 +287,9 @@ class TorchMachine:
         for start, piece in row_pieces(source, whole=rows is None):
             target = region if piece is source else region.narrow(2, start, piece.shape[2])
             transfers.download(piece, partial(_write_piece, host, target, axes, batch, rows), host)
+
+    def finish_strips(self, host: Buffer) -> None:
+        host.finish()
 
     def known_rows(self, host: Buffer) -> int:
         sink = host.sink if isinstance(host, HostOutput) else None
@@ -312,11 +326,11 @@ class TorchMachine:
         for start, piece in row_pieces(target, whole=rows is None):
             transfers.upload(piece, region if piece is target else region.narrow(2, start, piece.shape[2]))
 
-    def allocate_host_cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostCut:
-        return HostCut(shape, dtype, self._cut_allocator, "a cut on the host")
+    def allocate_host_cut(self, shape: tuple[int, ...], dtype: torch.dtype, *, direct: bool) -> HostCut | DirectCut:
+        return DirectCut(shape, dtype, self._offloader) if direct else HostCut(shape, dtype, self._cut_allocator, "a cut on the host")
 
-    def allocate_host_grad(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostGradient:
-        return HostGradient(shape, dtype, self._cut_allocator)
+    def allocate_host_grad(self, shape: tuple[int, ...], dtype: torch.dtype, *, direct: bool) -> HostGradient | DirectGradient:
+        return DirectGradient(shape, dtype, self._offloader) if direct else HostGradient(shape, dtype, self._cut_allocator)
 
     @property
     def _cut_allocator(self) -> HostAllocator | None:
@@ -326,7 +340,7 @@ class TorchMachine:
 
     @property
     def _offloader(self) -> HostOffloader:
-        assert self.offloader is not None, "the schedule offloads values, and the machine has no slab for them"
+        assert self.offloader is not None, "values are copied to the host, and the machine has no slab for them"
         return self.offloader
 
     def offload(self, target: str, buffers: Sequence[Buffer]) -> OffloadedValue:

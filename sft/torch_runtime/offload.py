@@ -15,6 +15,10 @@ So every buffer is allocated and freed on the computation's stream, and freed on
 which leaves the order to the allocator's guess, is not needed. The computation's stream is queried before another stream is entered, never
 inside. A range of the slab is given to another copy only after a wait for the last one.
 
+*Strips of cuts on the host* (:mod:`sft.torch_runtime.streamed_cuts`) are in the slab, too. Each copy of a strip is one copy of bytes, which
+CUDA does in the background. For the copy of a view with gaps between page-locked memory and the device PyTorch makes contiguous copies
+first, one of them by the host (``copy_requires_temporaries`` in ATen's ``native/cuda/Copy.cu``), which no graph could contain.
+
 A pass that is recorded as a CUDA graph contains its copies: the streams join the recording by their first wait, and the computation waits
 for all copies before it ends (:meth:`HostOffloader.finish`). Replays copy the same ranges of the slab.
 
@@ -23,6 +27,7 @@ On other devices a copy is synchronous.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +40,7 @@ from sft.common.pinned_memory import copy_streams
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.torch_runtime.host_memory import SlabLease
 
-__all__ = ["HostOffloader", "storage_as_bytes"]
+__all__ = ["HostOffloader", "SlabRange", "storage_as_bytes"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
@@ -46,6 +51,17 @@ def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
 
 
 _LIBRARY.impl("resize_storage_", _resize_storage, "CompositeExplicitAutograd")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SlabRange:
+    """Range of a step's slab; it is free when the last reference is dropped.
+
+    Attributes:
+        data: its bytes.
+    """
+
+    data: Tensor = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -72,9 +88,7 @@ class HostOffloader:
         # Torch keeps one Python object for each storage while the storage lives.
         buffers = [storage_as_bytes(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
-        copy = OffloadedValue(target, buffers, sizes, self._arena.allocate(sum(sizes)))
-        if self.may_exceed_slab and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
-            self._overflow[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        copy = OffloadedValue(target, buffers, sizes, self._allocate(sum(sizes)))
         with self._on_copy_stream("down") as stream:
             for buffer, host_bytes in self._buffers_with_slab(copy):
                 host_bytes.copy_(buffer, non_blocking=True)
@@ -106,8 +120,35 @@ class HostOffloader:
         """Free the copy on the host, after a wait for copies under way."""
         self._wait_copies(copy)
         copy.buffers.clear()
-        self._overflow.pop(copy.start, None)
-        self._arena.free(copy.start)
+        self._free(copy.start)
+
+    def reserve(self, num_bytes: int) -> SlabRange:
+        """Allocate a range of the slab for strips that are copied with :meth:`begin_copy`."""
+        start = self._allocate(num_bytes)
+        reserved = SlabRange(self._bytes_at(start, num_bytes))
+        weakref.finalize(reserved, self._free, start).atexit = False
+        return reserved
+
+    def begin_copy(self, direction: str, blocks: Iterable[tuple[Tensor, Tensor]], allocated: Any = None) -> Any:
+        """Begin to copy the blocks of a strip.
+
+        Args:
+            direction: ``"down"`` to the host, ``"up"`` to the device.
+            blocks: contiguous targets of one type, each with its source.
+            allocated: event after which the copies begin. Default: `None` (all work queued so far)
+
+        Returns:
+            Event for :meth:`wait_copy`; ``None`` for a copy that is complete.
+        """
+        with self._on_copy_stream(direction, allocated) as stream:
+            for target, source in blocks:
+                target.copy_(source, non_blocking=True)
+            return _record_event(stream)
+
+    def wait_copy(self, done: Any) -> None:
+        """Make the computation's stream wait for a copy."""
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
 
     def finish(self, copies: Iterable[OffloadedValue]) -> None:
         """Make the computation's stream wait for all copies of these values: no event of a recording is known to the next one."""
@@ -123,11 +164,28 @@ class HostOffloader:
 
     def _buffers_with_slab(self, copy: OffloadedValue) -> Iterator[tuple[Tensor, Tensor]]:
         """Each buffer with its bytes in the slab; empty in a dry run."""
-        overflow, offset = self._overflow.get(copy.start), 0
+        if self.device.type == "meta":
+            return
+        data, offset = self._bytes_at(copy.start, copy.num_bytes), 0
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
-            if self.device.type != "meta":
-                yield buffer, self.lease.slice(copy.start + offset, size) if overflow is None else overflow[offset : offset + size]
+            yield buffer, data[offset : offset + size]
             offset += size
+
+    def _allocate(self, num_bytes: int) -> int:
+        """Offset of a range of the slab; of one beyond its end, that of memory of its own."""
+        start = self._arena.allocate(num_bytes)
+        if self.may_exceed_slab and self.device.type != "meta" and start + num_bytes > self.lease.data.numel():
+            self._overflow[start] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        return start
+
+    def _bytes_at(self, start: int, num_bytes: int) -> Tensor:
+        """Bytes of a range."""
+        overflow = self._overflow.get(start)
+        return self.lease.slice(start, num_bytes) if overflow is None else overflow
+
+    def _free(self, start: int) -> None:
+        self._overflow.pop(start, None)
+        self._arena.free(start)
 
     def _wait_copies(self, copy: OffloadedValue) -> None:
         """Make the computation's stream wait for the copies under way."""
@@ -138,13 +196,19 @@ class HostOffloader:
         copy.is_arriving = False
 
     @contextmanager
-    def _on_copy_stream(self, direction: str) -> Iterator[Any]:
-        """Context on the copy stream of a direction, after all work queued so far; without effect on devices without streams."""
+    def _on_copy_stream(self, direction: str, begin: Any = None) -> Iterator[Any]:
+        """Context on the copy stream of a direction, after an event (``None``: all work queued so far).
+
+        Without effect on devices without streams.
+        """
         if self.device.type != "cuda":
             yield None
             return
         stream = getattr(copy_streams(self.device, recorded=self.is_recorded), direction)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if begin is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(begin)
         with torch.cuda.stream(stream):
             yield stream
 

@@ -10,7 +10,7 @@ A graph runs on the addresses that it was recorded on:
   torch that select kernels have changed;
 - inputs and gradients of outputs are copied into tensors of the recording before a replay;
 - outputs and gradients are copied out of the recording after it;
-- values that wait on the host are copied to and from one slab of page-locked memory, which the recording leases.
+- values that wait on the host, and strips of cuts there, are copied to and from one slab of page-locked memory, which the recording leases.
 
 All other tensors are in the recording's memory pool. It consists of the plan's segments, as the pool of passes without graphs
 (:mod:`sft.torch_runtime.device_pool`) does, which it replaces.
@@ -114,7 +114,7 @@ def can_record_passes(region: Region, *, copies_to_files: bool = False) -> bool:
         region: the region.
         copies_to_files: true if offloaded values are copied to files: their pages cannot be locked.
     """
-    if region.from_source or region.host_outputs or region.streamed or region.weights is not None:
+    if region.from_source or region.host_outputs or region.streamed - region.direct or region.weights is not None:
         return False
     if copies_to_files and any(op.is_copy for op in region.schedule):
         return False
@@ -258,7 +258,7 @@ class PassGraphs:
             run: runs the pass without a graph, to record it.
             keep: true if a backward pass follows.
             release: frees the memory of passes without graphs, before a recording.
-            make_offloader: makes the copies on the host of a recording.
+            make_offloader: makes the copies on the host of a recording; ``None`` if it has none.
         """
         with self._lock:
             if not self.is_enabled or self.recorder.is_recorded:

@@ -31,7 +31,7 @@ class PlanResources:
     """Memory and recordings that the calls of one plan share; all are optional.
 
     Attributes:
-        slab_pool: slabs on the host for offloaded values; ``None`` if the schedule copies none.
+        slab_pool: slabs on the host for offloaded values and direct cuts; ``None`` if there are none.
         staging_pool: page-locked memory for copies to a CUDA device; ``None`` if a step has none.
         pool_layout: layout of the memory pool of the steps; ``None`` for the device's default pool.
         graphs: programs that are replayed as CUDA graphs.
@@ -102,7 +102,7 @@ class RegionInputs:
         return contextlib.nullcontext() if layout is None else self.device_pool.use(self.device, layout)
 
     def make_offloader(self, *, is_recorded: bool = False) -> HostOffloader | None:
-        """Copies on the host of one step; ``None`` for a schedule without any."""
+        """Copies on the host of one step; ``None`` for a region without any."""
         slab_pool = self.resources.slab_pool
         return None if slab_pool is None else HostOffloader(self.device, slab_pool.lease(), is_recorded=is_recorded)
 

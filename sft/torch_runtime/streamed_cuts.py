@@ -6,12 +6,20 @@ host, and the writer reads strips of the sum. The device holds a few strips at a
 
 In host memory an image is channels last, as on the device (a signal, channels first on the device, is transposed on its way): rows are
 contiguous, and strips move as bytes.
+
+*Direct cuts* (``sft.runtime.region``) are in the page-locked slab of their step. The rows of a sample are one block of bytes there and in a
+strip on the device, so a strip is one copy for each sample, and no thread of the host takes part. A strip leaves while the next one is
+computed, and arrives while the one before is. Gradients of later strips and readers are added on the device: rows that have a gradient
+already come back, in chunks, before the sum leaves. All other cuts are copied through
+staging memory, where a thread gathers and scatters their rows: cuts in files, of signals, and of panels, whose rows are not contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +29,15 @@ from sft.analysis.ir.axes import Axes
 from sft.common.array_types import BoolArray, ByteArray
 from sft.common.interval import Interval
 from sft.sources.source import check_rows, check_samples
+from sft.sources.strip_reader import read_chunks, reader_bytes
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
-from sft.torch_runtime.input_streaming import SourceStripLoader, upload_rows
+from sft.torch_runtime.input_streaming import SourceStripLoader, StripTargets, strip_of, upload_rows
+from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.torch_runtime.staging import HostStaging
 
-__all__ = ["CutStripLoader", "HostCut", "HostGradient"]
+__all__ = ["CutStripLoader", "DirectCut", "DirectGradient", "DirectStripLoader", "HostCut", "HostGradient"]
 
 #: Size of the chunks of rows that are compared at a time.
 _CHUNK_BYTES = 1 << 20
@@ -175,3 +185,129 @@ class CutStripLoader(SourceStripLoader):
     def take(self, rows: Interval) -> Tensor:
         strip = super().take(rows)
         return strip if len(self._trailing) == 1 else strip.view(*strip.shape[:3], *self._trailing)
+
+
+class _DirectImage:
+    """Image or volume ``[N, C, rows, ...]`` in the slab of a step.
+
+    Args:
+        shape: four extents or more.
+        dtype: element type.
+        offloader: copies of the step.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, offloader: HostOffloader) -> None:
+        self.shape, self.dtype, self.offloader = shape, dtype, offloader
+        self._range = offloader.reserve(prod(shape) * dtype.itemsize)
+        #: `[N, rows, elements of a row]`
+        self._data = self._range.data.view(dtype).view(shape[0], shape[2], -1)
+        self._leaving: tuple[Tensor, Any] | None = None
+
+    def read(self, strip: Tensor, batch: Interval, rows: Interval, allocated: Any) -> None:
+        """Fill a strip on the device, after the event at which it was allocated; the computation waits for it."""
+        self._upload(self._blocks(strip, batch, rows), allocated)
+
+    def finish(self) -> None:
+        """Make the computation wait for the strip that leaves, and free it."""
+        if self._leaving is not None:
+            self.offloader.wait_copy(self._leaving[1])
+            self._leaving = None
+
+    def _begin_write(self, strip: Tensor, batch: Interval, rows: Interval) -> None:
+        """Begin to copy a strip from the device, which must not change before :meth:`finish`."""
+        self.finish()
+        blocks = ((on_host, on_device) for on_device, on_host in self._blocks(strip, batch, rows))
+        self._leaving = (strip, self.offloader.begin_copy("down", blocks))
+
+    def _upload(self, blocks: Iterable[tuple[Tensor, Tensor]], allocated: Any = None) -> None:
+        self.offloader.wait_copy(self.offloader.begin_copy("up", blocks, allocated))
+
+    def _blocks(self, strip: Tensor, batch: Interval, rows: Interval) -> Iterator[tuple[Tensor, Tensor]]:
+        """Contiguous blocks of a strip on the device, each with its place on the host."""
+        on_device, on_host = _by_rows(strip), self._data[batch.start : batch.stop, rows.start : rows.stop]
+        yield from [(on_device, on_host)] if on_host.is_contiguous() else zip(on_device, on_host, strict=True)
+
+
+class DirectCut(_DirectImage):
+    """Cut in page-locked memory."""
+
+    def write(self, strip: Tensor, batch: Interval, rows: Interval) -> None:
+        """Begin to copy a strip from the device; see :meth:`finish`."""
+        self._begin_write(strip, batch, rows)
+
+
+class DirectGradient(_DirectImage):
+    """Gradient of a cut in page-locked memory: zeros until strips are added to it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, offloader: HostOffloader) -> None:
+        super().__init__(shape, dtype, offloader)
+        #: rows that have a gradient, ``[N, rows]``; those of the slab may have any content before
+        self._has_gradient = np.zeros((shape[0], shape[2]), dtype=bool)
+
+    def add(self, batch: Interval, rows: Interval, gradient: Tensor) -> None:
+        """Add the gradient of rows, a strip on the device, which becomes the sum; see :meth:`finish`."""
+        self.finish()
+        for strip, sample in zip(_by_rows(gradient), range(batch.start, batch.stop), strict=True):
+            for added in self._rows_with_gradient(sample, rows):
+                for chunk in read_chunks(len(added), self._data.shape[2] * self.dtype.itemsize):
+                    first = added.start + chunk.start
+                    earlier = torch.empty_like(strip[: len(chunk)])
+                    self._upload([(earlier, self._data[sample, first : first + len(chunk)])])
+                    strip[first - rows.start : first - rows.start + len(chunk)].add_(earlier)
+                    del earlier
+        self._begin_write(gradient, batch, rows)
+        self._has_gradient[batch.start : batch.stop, rows.start : rows.stop] = True
+
+    def read(self, strip: Tensor, batch: Interval, rows: Interval, allocated: Any) -> None:
+        if self._has_gradient[batch.start : batch.stop, rows.start : rows.stop].all():
+            super().read(strip, batch, rows, allocated)
+            return
+        strip.zero_()
+        for number, sample in enumerate(range(batch.start, batch.stop)):
+            for added in self._rows_with_gradient(sample, rows):
+                target = strip[number : number + 1].narrow(2, added.start - rows.start, len(added))
+                self._upload(self._blocks(target, Interval(sample, sample + 1), added))
+
+    def _rows_with_gradient(self, sample: int, rows: Interval) -> list[Interval]:
+        """The rows of a sample that have a gradient, as intervals."""
+        known = self._has_gradient[sample, rows.start : rows.stop].astype(np.int8)
+        borders = np.flatnonzero(np.diff(known, prepend=0, append=0)) + rows.start
+        return [Interval(start, stop) for start, stop in pairwise(borders.tolist())][::2]
+
+
+class DirectStripLoader:
+    """Loader of strips of a direct cut, or of its gradient: each is copied while the strip before is computed.
+
+    Args:
+        cut: the cut, or its gradient.
+        batch: batch elements to read.
+        order: rows of each strip, in the order in which they are taken.
+    """
+
+    def __init__(self, cut: DirectCut | DirectGradient, batch: Interval, order: Sequence[Interval]) -> None:
+        self._cut, self._batch = cut, batch
+        num_targets, num_bytes, _ = reader_bytes(order, len(batch) * prod(cut.shape[1:]) // cut.shape[2] * cut.dtype.itemsize)
+        self._targets = StripTargets(cut.offloader.device, num_bytes, num_left=sum(map(bool, order)))
+        for _ in range(num_targets):
+            self._targets.allocate()
+
+    def take(self, rows: Interval) -> Tensor:
+        """The next strip, channels last."""
+        shape = (len(self._batch), self._cut.shape[1], len(rows), *self._cut.shape[3:])
+        if not rows:
+            return torch.empty(shape, dtype=self._cut.dtype, device=self._targets.device)
+        if len(self._targets) < 2:  # the strip before is dropped
+            self._targets.allocate()
+        data, allocated = self._targets.take()
+        strip = strip_of(data, self._cut.dtype, shape)
+        self._cut.read(strip, self._batch, rows, allocated)
+        return strip
+
+    def close(self) -> None:
+        """Free the memory of strips that were not taken."""
+        self._targets.clear()
+
+
+def _by_rows(strip: Tensor) -> Tensor:
+    """View ``[N, rows, elements of a row]`` of a strip, which is channels last."""
+    return strip.movedim(1, -1).view(strip.shape[0], strip.shape[2], -1)

@@ -167,6 +167,7 @@ class FakeGpu:
         self._device: dict[int, tuple[weakref.ref[Any], Allocation]] = {}  # by storage
         self._host: list[_HostRange] = []  # by address
         self.pinned: list[tuple[int, int]] = []
+        self._cached: set[int] = set()  # addresses of torch's page-locked memory, which its allocator keeps until all copies are complete
         self.default_stream: FakeStream | None = None
 
     # Timelines.
@@ -282,8 +283,10 @@ class FakeGpu:
         """Free host memory: a write by the thread."""
         with self._lock:
             for each in [each for each in self._host if start <= each.start and each.stop <= start + num_bytes]:
-                self.checker.write_all(self.thread(), "free", each.allocation)
+                if start not in self._cached:
+                    self.checker.write_all(self.thread(), "free", each.allocation)
                 self._host.remove(each)
+            self._cached.discard(start)
 
     def _view(self, tensor: Tensor) -> _View:
         size, storage = tensor.element_size(), tensor.untyped_storage()
@@ -327,7 +330,7 @@ class FakeGpu:
         host = source if self.is_on_device(target) else target
         with self._lock:
             self._launch(self.current_stream(), label, [self._view(source)], [self._view(target)])
-            if not non_blocking or not self.is_pinned(host):
+            if not non_blocking or not self.is_pinned(host) or not _is_one_block(target, source):
                 _refuse_capture(self.current_stream().capture)
                 self.blocking_copies.append(label)
                 self.thread().join(self.current_stream().timeline.clock)
@@ -369,6 +372,13 @@ def _with_schema(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and argument.alias_info is not None:
                 yield leaf, argument.alias_info
+
+
+def _is_one_block(target: Tensor, source: Tensor) -> bool:
+    """True if a copy between the devices is one copy of bytes: otherwise PyTorch makes contiguous copies first, one of them on the host."""
+    strides = [tuple(s for s, n in zip(each.stride(), each.shape, strict=True) if n > 1) for each in (target, source)]
+    order = sorted(range(target.dim()), key=lambda dim: (target.stride(dim), target.shape[dim]), reverse=True)
+    return target.dtype == source.dtype and strides[0] == strides[1] and target.permute(order).is_contiguous()
 
 
 def _span(array: Any) -> int:
@@ -420,6 +430,7 @@ class _FunctionMode(TorchFunctionMode):
             gpu._local.on_device = False
         if pins:
             gpu.pin(result)
+            gpu._cached.add(result.data_ptr())
         return result
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +24,27 @@ class _Log(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, list[int]]] = []
+        self._own: set[int] = set()
+        self._before: dict[int, tuple[Any, bytes]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        inputs = _tensors((args, kwargs or {}))
+        if any(each.alias_info is not None and each.alias_info.is_write for each in op_schema(func).arguments):
+            for storage in {each.untyped_storage() for each in inputs}:
+                if storage._cdata not in self._own | self._before.keys():
+                    self._before[storage._cdata] = (storage, ctypes.string_at(storage.data_ptr(), storage.nbytes()))
         result = func(*args, **(kwargs or {}))
+        known = {each.untyped_storage()._cdata for each in inputs}
+        self._own |= {each.untyped_storage()._cdata for each in _tensors(result)} - known
         self.calls.append((func, args, kwargs or {}, result, [each.untyped_storage().nbytes() for each in _tensors(result)]))
         return result
+
+    def restore(self) -> None:
+        """Give memory from before the recording its content back, since a recording runs nothing."""
+        for storage, content in self._before.values():
+            if storage.nbytes() == len(content):
+                ctypes.memmove(storage.data_ptr(), content, len(content))
+        self._before.clear()
 
     def replay(self) -> None:
         """Run all operators again on the same tensors."""
@@ -69,6 +86,7 @@ class LogRecorder:
             # As on a GPU: operators read the seed of their step from its tensor.
             patches.setattr("sft.lower.rules.random.seed_word", lambda seed: seed)
             work()
+        log.restore()
         if self.num_records == self.fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
         replay: Callable[[], None] = log.replay

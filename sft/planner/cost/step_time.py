@@ -30,7 +30,8 @@ def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice],
     def op_seconds(record: ScheduleOpRecord) -> float:
         computing = sum((count * seconds(program) for program, count in record.runs), _copy_seconds(problem, record))
         with_reads = rates.with_reading(computing, _read_bytes(reads, record))
-        return _with_weights(problem, record, max(with_reads, _stream_seconds(problem, traffic, record)))
+        streaming, awaited = _stream_seconds(problem, traffic, record)
+        return _with_weights(problem, record, max(with_reads + awaited, streaming))
 
     return Timeline(
         entries=tuple(
@@ -63,11 +64,15 @@ def _read_bytes(reads: Sequence[tuple[float, float]], record: ScheduleOpRecord) 
     return reads[record.move.segment][record.move.kind == "backward"]
 
 
-def _stream_seconds(problem: PlanningProblem, traffic: Sequence[HostTraffic], record: ScheduleOpRecord) -> float:
-    """Link seconds of the streamed cuts of a schedule op: a segment completes after its last strip has passed."""
+def _stream_seconds(problem: PlanningProblem, traffic: Sequence[HostTraffic], record: ScheduleOpRecord) -> tuple[float, float]:
+    """Link seconds of the streamed cuts of a schedule op, and those during which the device computes nothing.
+
+    A segment completes after its last strip has passed.
+    """
     if record.move.kind not in ("forward", "backward"):
-        return 0.0
-    return traffic[record.move.segment].seconds(problem.resources.link, back=record.move.kind == "backward")
+        return 0.0, 0.0
+    passing, link, back = traffic[record.move.segment], problem.resources.link, record.move.kind == "backward"
+    return passing.seconds(link, back=back), passing.awaited_seconds(link, back=back)
 
 
 def _with_weights(problem: PlanningProblem, record: ScheduleOpRecord, seconds: float) -> float:

@@ -71,10 +71,10 @@ class ClassLabelMode(TorchFunctionMode):
 def _check_shapes(name: str, prediction: tuple[int, ...], target: tuple[int, ...]) -> None:
     if not prediction:
         return
-    expected = prediction if len(target) == len(prediction) else (*prediction[:1], *prediction[2:]) if len(prediction) > 1 else ()
-    if target != expected:
+    labels = (*prediction[:1], *prediction[2:]) if len(prediction) > 1 else ()
+    if target not in (labels, prediction):  # probabilities of classes have the shape of the prediction
         raise InputRuntimeError(
-            f"{name}: class labels of shape {target} for a prediction of shape {prediction}; expected labels of shape {expected}, "
+            f"{name}: class labels of shape {target} for a prediction of shape {prediction}; expected labels of shape {labels}, "
             "one for each pixel of the prediction"
         )
 

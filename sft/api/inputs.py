@@ -24,9 +24,11 @@ An ``input_shape`` is a shape, a tensor that represents one, an input that is st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -330,7 +332,15 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""
     if isinstance(value, (NoneType, bool, int, float, str)):
         hint = "; a constant belongs into the model: compile a module whose forward calls it with this constant"
+    if isinstance(value, (str, os.PathLike)) and Path(value).suffix:
+        hint = _opened_text(value)
     raise InputError(f"{name} is {typed(value)}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
+
+
+def _opened_text(path: str | os.PathLike[str]) -> str:
+    """Remedy for the path of a file in place of its image."""
+    text = os.fspath(path)
+    return f"; a file is opened first: sft.sources.open_image({text!r}), labels sft.sources.open_labels({text!r})"
 
 
 def _with_sink(name: str, entry: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:
@@ -372,7 +382,8 @@ def _items(input_shape: InputShape) -> list[Any]:
         _check_dense("input 0", input_shape)
         return [input_shape]
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
-        raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
+        hint = _opened_text(input_shape) if isinstance(input_shape, (str, os.PathLike)) else ""
+        raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes{hint}")
     items = list(input_shape)
     for position, item in enumerate(items):
         if isinstance(item, torch.Tensor):

@@ -7,13 +7,14 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sft.common.errors import InputError
+from sft.common.torch_internals import pytree
 
 __all__ = ["DiceLoss", "WithLoss"]
 
@@ -192,8 +193,13 @@ class WithLoss(nn.Module):
     def _loss_by_convention(self, prediction: Any, target: Tensor, other_target: Tensor | None) -> Tensor:
         try:
             return self.loss(prediction, target)
-        except _REFUSALS as error:
-            if other_target is None or _is_about_tracing(error):
+        except (AttributeError, *_REFUSALS) as error:
+            if isinstance(error, (AttributeError, TypeError)) and isinstance(prediction, (tuple, list, Mapping)):
+                raise InputError(
+                    f"the loss refuses the model's result, {_outputs_text(prediction)}: {error}. Choose one by WithLoss(output=...), "
+                    "or give a loss of all of them"
+                ) from error
+            if other_target is None or isinstance(error, AttributeError) or _is_about_tracing(error):
                 raise
             try:
                 return self.loss(prediction, other_target)
@@ -213,10 +219,18 @@ def _is_about_tracing(error: Exception) -> bool:
     return is_class_of_torch or any(word in str(error) for word in ("Fake", "tensor subclasses"))
 
 
+def _outputs_text(prediction: Any) -> str:
+    """Type of a result of several outputs, with their keys or number."""
+    keys = f"keys {', '.join(map(repr, prediction))}" if isinstance(prediction, Mapping) else f"{len(prediction)} outputs"
+    return f"{type(prediction).__name__} of {keys}"
+
+
 def _other_channel_convention(prediction: Any, target: Any) -> Tensor | None:
     """A target without its channel of size one, or with one where it lacks it; ``None`` where it has channels like the prediction."""
-    if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or prediction.dim() < 3:
+    outputs = [output for output in pytree.tree_leaves(prediction) if isinstance(output, Tensor)]  # several: deep supervision
+    if not outputs or not isinstance(target, Tensor) or outputs[0].dim() < 3:
         return None
+    prediction = outputs[0]
     if target.dim() == prediction.dim() - 1:
         return target.unsqueeze(1)
     has_channel = target.dim() == prediction.dim() and target.shape[1] == 1

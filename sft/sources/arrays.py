@@ -14,6 +14,7 @@ from torch import Tensor
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.interval import Interval
+from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import LevelledImage, Pixels, Rectangle, Size, check_level, dtype_range
@@ -23,6 +24,8 @@ from sft.sources.value_range import ValueRange
 from sft.sources.views import resolve_mpp
 
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]
+
+_OTHER_FILES = "Images are opened by sft.sources.open_image, label maps by sft.sources.open_labels."
 
 
 class ArraySource(PixelRows):
@@ -181,10 +184,11 @@ def map_npy_file(path: Path) -> AnyArray:
         array: AnyArray = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header raises almost anything
         num_bytes = path.stat().st_size
+        remedy = format_remedy(file_format(path)) if path.is_file() else ""
         raise SourceError(
             f"cannot map {path} ({num_bytes} bytes): {reason_text(error)}. Either no .npy file, or cut short; compare its "
             f"size with the original "
-            "and copy it again, or write it with numpy.save."
+            f"and copy it again, or write it with numpy.save. {remedy or _OTHER_FILES}"
         ) from error
     return array
 

@@ -32,6 +32,8 @@ HostArray: TypeAlias = AnyArray | Tensor
 
 _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _USUAL_CHANNELS = (1, 3, 4)
+#: Channels are at most this fraction of the extent that would have the channels in another order.
+_FEW_CHANNELS = 16
 #: On a page fault Linux maps the surrounding folio of its cache as well: up to a huge page.
 _FAULT_AROUND_BYTES = 2 << 20
 
@@ -67,8 +69,8 @@ def resolve_layout(
 ) -> Layout:
     """Axis order of an array.
 
-    >>> resolve_layout("array", (200, 100, 3), None), resolve_layout("array", (7, 64, 9), "CHW")
-    ('HWC', 'CHW')
+    >>> [resolve_layout("array", shape, None) for shape in [(200, 100, 3), (7, 640, 480)]], resolve_layout("array", (7, 64, 9), "CHW")
+    (['HWC', 'CHW'], 'CHW')
     >>> resolve_layout("array", (1, 3, 200, 4), None)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
@@ -89,7 +91,8 @@ def resolve_layout(
     if not candidates:
         raise InputError(
             f"cannot use {name} of shape {shape} as {layout or 'an image'}: it has {len(shape)} axes. Give 3 axes (CHW, HWC) or 4 "
-            "(NCHW, NHWC); add missing ones with array[None]. Signals and volumes are given as tensors: torch.from_numpy(array)."
+            "(NCHW, NHWC); add missing ones with array[None]. Signals and volumes are given as tensors: torch.from_numpy(array). Labels "
+            "are given as sft.sources.LabelSource(array)."
         )
     if min(shape) < 1:
         raise InputError(f"cannot use {name} of shape {shape}: every extent must be at least 1. Give an array that is not empty.")
@@ -99,10 +102,20 @@ def resolve_layout(
             raise InputError(f"cannot use {name} of shape {shape} as {' or '.join(candidates)}: expected (N, C, H, W) = {expected}.")
         candidates = matching
     elif layout is None:
-        candidates = [known for known in candidates if shape[known.index("C")] in _USUAL_CHANNELS] or candidates
+        candidates = [known for known in candidates if shape[known.index("C")] in _USUAL_CHANNELS] or _by_channels(shape, candidates)
     if len(candidates) > 1:
-        raise InputError(f"cannot tell the axes of {name} of shape {shape}: it may be {' or '.join(candidates)}. Say which with layout=...")
+        raise InputError(
+            f"cannot tell the axes of {name} of shape {shape}: it may be {' or '.join(candidates)}. Say which with layout=..., as in "
+            f"sft.sources.ArraySource(array, layout={candidates[0]!r})."
+        )
     return candidates[0]
+
+
+def _by_channels(shape: tuple[int, ...], candidates: list[Layout]) -> list[Layout]:
+    """Orders with the fewest channels, if other orders have many times as many."""
+    counts = {known: shape[known.index("C")] for known in candidates}
+    fewest = [known for known, count in counts.items() if count * _FEW_CHANNELS <= max(counts.values())]
+    return fewest or candidates
 
 
 def _extents(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray
-from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
+from sft.sources.image import Image, Pixels, pixel_dtype
 from sft.sources.source import Source, check_rows, image_equal_rows
 from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
 
@@ -387,7 +387,7 @@ def normalizer_of(
     if mean is not None and std is not None and (len(mean) < 1 or len(mean) != len(std)):
         raise InputError(f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: give one of each for every channel.")
     stated = mean if mean is not None else std
-    num_channels = int(getattr(image, "num_channels", _NUM_CHANNELS)) if stated is None else len(stated)
+    num_channels = int(getattr(image, "num_channels", _NUM_CHANNELS if stated is None else len(stated)))
     pixel_type = PIXEL_DTYPES.get(pixel_dtype(image).name)
     if pixel_type is None:
         raise InputError(
@@ -400,50 +400,50 @@ def normalizer_of(
 
 
 def load_tensor(
-    image: Image,
+    image: Image | Source,
     *,
-    mean: Sequence[float],
-    std: Sequence[float],
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float32,
+    value_range: ValueRange | None = None,
+    clip: bool = False,
     rows: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Read a whole RGB image as ``(pixel / 255 - mean) / std``.
+    """Read a whole image, or a whole source, into a tensor: what plain PyTorch takes.
 
     Args:
-        image: an image with three channels.
-        mean: of each channel, in units of 0..1.
-        std: standard deviation of each channel, in units of 0..1.
-        dtype: floating-point type of the result.  Default: `torch.float32`
+        image: an image, which is normalised as `Normalized` does; or a source (`Normalized`, `ArraySource`, ...), read as it is.
+        mean: of each channel. Default: `None` (0)
+        std: standard deviation of each channel. Default: `None` (1)
+        dtype: floating-point type of the result; that of a source is its own. Default: `torch.float32`
+        value_range: ``(low, high)`` of all channels, or one pair a channel. Default: `None`
+        clip: True to limit pixels to the value range. Default: `False`
         rows: rows read at a time; a multiple of the file's tile height decodes every tile once.  Default: 256
         progress: called with (rows read, rows in all) after every strip.  Default: `None`
 
     Returns:
-        Tensor of shape ``[1, 3, height, width]`` on the CPU.
+        Tensor of shape ``[N, channels, height, width]`` on the CPU; ``N`` is 1 for an image.
 
     Raises:
-        InputError: an argument is wrong or the image does not have three channels.
+        InputError: an argument is wrong, or a source is given with a normalisation.
         SourceError: the pixels cannot be read.
     """
-    if not dtype.is_floating_point:
-        raise InputError(f"cannot load an image as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
-    if len(mean) != _NUM_CHANNELS or len(std) != _NUM_CHANNELS or min(std) <= 0:
-        raise InputError(
-            f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: an RGB image needs "
-            f"{_NUM_CHANNELS} values of each, every std above 0."
-        )
-    source = Normalized(image, mean=mean, std=std, dtype=dtype)
-    tensor = torch.empty(source.shape, dtype=dtype, device="cpu")
-    top = 0
-    for pixels in read_strips(image, rows):
-        if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS or pixels.dtype != np.uint8:
+    if isinstance(image, Source):
+        if clip or any(value is not None for value in (mean, std, value_range)):
             raise InputError(
-                f"cannot load {pixels.dtype} pixels of shape {pixels.shape}: expected uint8 [height, width, {_NUM_CHANNELS}]. Convert the "
-                "source to RGB, or read it through sft.sources.Normalized."
+                f"{image!r} is a source, which normalises by itself. Give its image, or leave mean, std, value_range and clip out."
             )
-        bottom = top + pixels.shape[0]
-        source.normalizer.fill(pixels, tensor[0, :, top:bottom])
-        top = bottom
+        source: Source = image
+    else:
+        source = Normalized(image, mean=mean, std=std, dtype=dtype, value_range=value_range, clip=clip)
+    if rows < 1:
+        raise InputError(f"cannot read strips of {rows} rows: give at least one row.")
+    height = source.shape[2]
+    tensor = torch.empty(tuple(source.shape), dtype=source.dtype, device="cpu")
+    for top in range(0, height, rows):
+        strip = Interval(top, min(top + rows, height))
+        source.rows(strip, tensor[:, :, strip.start : strip.stop])
         if progress is not None:
-            progress(top, source.shape[2])
+            progress(strip.stop, height)
     return tensor

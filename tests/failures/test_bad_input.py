@@ -86,6 +86,7 @@ def test_wrong_input_shape_at_compile(shape: tuple[int, ...]) -> None:
         ((1, 3, 2**24 + 1, 12), "no extent may be more than 16777216"),
         ((2**25, 3, 16, 12), "no extent may be more than 16777216"),
         ((16, 12), "got input of size: .*; write batch, channels and extents in this order: 1x3x16x12"),
+        ((16, 12, 3), "write batch, channels and extents in this order: 1x3x16x12"),
         ((2, 16, 12, 3), "got 16 channels instead; write batch, channels and extents in this order: 2x3x16x12"),
         (torch.zeros(_SHAPE, dtype=torch.uint8), r"; convert pixels to floating point \(x\.float\(\) / 255\)"),
         ([_SHAPE, _SHAPE], "the model refuses an input of shape .*takes 2 positional arguments but 3 were given"),
@@ -549,3 +550,11 @@ def test_double_backward_is_refused() -> None:
     with pytest.raises((RuntimeError, sft.UnsupportedError)):
         (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
+
+
+def test_a_path_in_place_of_an_image_names_its_readers() -> None:
+    layer, x = nn.Conv2d(3, 4, 1), sft.sources.ArraySource(np.zeros((8, 8, 3), np.uint8))
+    training = sft.nn.WithLoss(layer, nn.CrossEntropyLoss())
+    for call in (lambda: sft.compile(layer, "a.tif"), lambda: sft.compile(training, [x, "a.tif"])):
+        with pytest.raises(sft.InputError, match=r"open_image\('a\.tif'\), labels sft\.sources\.open_labels\('a\.tif'\)"):
+            call()

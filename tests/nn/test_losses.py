@@ -196,6 +196,42 @@ def test_a_model_with_several_outputs() -> None:
     assert_exact(model, image(1, 3, 12, 8), _labels(1, 12, 8), options=sft.Options(tile=(4, None)))
 
 
+class _Deep(nn.Module):
+    """A network with two outputs, as of deep supervision."""
+
+    def __init__(self, container: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.container = _network(), container
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        return self.container(y, 2 * y)
+
+
+@pytest.mark.parametrize("container", [lambda y, z: (y, z), lambda y, z: {"out": y, "aux": z}], ids=["tuple", "dict"])
+def test_the_channel_of_labels_of_several_outputs(container: Callable[[Tensor, Tensor], Any]) -> None:
+    """A loss of all outputs gets labels without their channel where its cross-entropies refuse it."""
+
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        first, second = outputs.values() if isinstance(outputs, dict) else outputs
+        return F.cross_entropy(first, target) + 0.5 * F.cross_entropy(second, target)
+
+    x, labels = image(1, 3, 12, 8), _labels(1, 1, 12, 8)
+    model = sft.nn.WithLoss(_Deep(container), loss).double()
+    torch.testing.assert_close(model(x, labels), loss(model.model(x), labels[:, 0]))
+    assert_exact(model, x, labels, options=sft.Options(tile=(4, None)), steps=1)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), sft.nn.DiceLoss()], ids=["cross-entropy", "Dice"])
+def test_a_loss_of_one_output_names_the_outputs(loss: nn.Module) -> None:
+    x, labels = image(1, 3, 12, 8).float(), _labels(1, 1, 12, 8)
+    for container, text in ((lambda y, z: (y, z), "tuple of 2 outputs"), (lambda y, z: {"out": y, "aux": z}, "dict of keys 'out', 'aux'")):
+        with pytest.raises(sft.InputError, match=rf"{text}: .*WithLoss\(output=...\)"):
+            sft.nn.WithLoss(_Deep(container), loss)(x, labels)
+    with pytest.raises(sft.InputError, match=r"output=\.\.\."):
+        sft.compile(sft.nn.WithLoss(_Deep(container), loss), [x, labels])
+
+
 class _Shapes(nn.Module):
     """A loss that notes the shapes of its targets, and takes those of one number of dimensions."""
 

@@ -107,6 +107,7 @@ def test_the_same_bits_as_load_tensor(dtype: torch.dtype) -> None:
         out = destination((1, 3, 16, 7017), dtype)
         source.rows(Interval(0, 16), out)
         assert torch.equal(out, expected)
+        assert torch.equal(load_tensor(source, rows=5), expected)
 
 
 def test_float64_pixels_are_rounded_once() -> None:
@@ -272,3 +273,22 @@ def test_reading_a_large_file_holds_one_strip(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself is 3 MiB, and was there
+
+
+def test_few_channels_tell_the_axes() -> None:
+    """An extent many times as large as another is no number of channels; otherwise the caller says which."""
+    for shape, layout in (((5, 90, 80), "CHW"), ((90, 80, 2), "HWC"), ((2, 5, 90, 80), "NCHW"), ((1, 90, 80, 5), "NHWC")):
+        assert ArraySource(np.zeros(shape, np.float32)).layout == layout
+    with pytest.raises(InputError, match=r"may be CHW or HWC.*ArraySource\(array, layout='CHW'\)"):
+        ArraySource(np.zeros((7, 90, 80), np.float32))
+
+
+def test_files_of_other_formats_name_their_reader(tmp_path: Path) -> None:
+    for head, text in (
+        (b"\x89HDF\r\n\x1a\n", r"h5py\.File\(path\)\[name\]"),
+        (b"PK\x03\x04", r"numpy\.load\(path\)\[name\]"),
+        (b"II*", "open_image"),
+    ):
+        (tmp_path / "a").write_bytes(head + bytes(40))
+        with pytest.raises(SourceError, match=text):
+            ArraySource(tmp_path / "a")

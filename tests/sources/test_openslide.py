@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sft.common.errors import InputError, SourceError
-from sft.sources import Image, Slide, load_tensor, read_strips
+from sft.sources import Image, Normalized, Slide, load_tensor, read_strips
 from sft.sources.image import Pixels
 from sft.sources.readers import openslide as slide_module
 
@@ -272,15 +272,16 @@ def test_load_tensor_reads_the_real_slide(slide: Slide) -> None:
 
 
 def test_load_tensor_refuses_what_it_cannot_normalise() -> None:
-    grey = Array(np.zeros((4, 4, 1), np.uint8))
     colour = Array(np.zeros((4, 4, 3), np.uint8))
     with pytest.raises(InputError, match="fractions"):
         load_tensor(colour, mean=MEAN, std=STD, dtype=torch.uint8)
-    with pytest.raises(InputError, match="3 values of each"):
+    with pytest.raises(InputError, match="one of each for every channel"):
         load_tensor(colour, mean=(0.5,), std=STD)
     with pytest.raises(InputError, match="above 0"):
         load_tensor(colour, mean=MEAN, std=(1, 0, 1))
-    with pytest.raises(InputError, match=r"\(4, 4, 1\)"):
-        load_tensor(grey, mean=MEAN, std=STD)
+    with pytest.raises(InputError, match="source, which normalises by itself"):
+        load_tensor(Normalized(colour), mean=MEAN, std=STD)
+    with pytest.raises(InputError, match="at least one row"):
+        load_tensor(colour, rows=0)
     with pytest.raises(InputError, match="at least one row"):
         read_strips(colour, -1)

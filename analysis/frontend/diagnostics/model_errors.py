@@ -134,7 +134,8 @@ def _layout_hint(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> str:
     is_channels_last = len(shape) == num_axes + 2 and shape[1] != first.in_channels == shape[-1]
     if len(shape) == num_axes + 2 and not is_channels_last:
         return ""
-    batch, extents = (shape[0], shape[1:-1]) if is_channels_last else (1, shape[-num_axes:])
+    lacks_batch = len(shape) == num_axes + 1 and shape[0] != first.in_channels == shape[-1]  # with channels last
+    batch, extents = (shape[0], shape[1:-1]) if is_channels_last else (1, shape[:-1] if lacks_batch else shape[-num_axes:])
     if len(extents) < num_axes:
         return ""
     return f"; write batch, channels and extents in this order: {'x'.join(map(str, (batch, first.in_channels, *extents)))}"

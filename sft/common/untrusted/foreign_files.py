@@ -14,7 +14,7 @@ import stat
 import unicodedata
 from pathlib import Path
 
-__all__ = ["escape_control_characters", "file_format", "require_regular_file", "shortened"]
+__all__ = ["escape_control_characters", "file_format", "format_remedy", "require_regular_file", "shortened"]
 
 #: Formats by the first bytes of a file.
 _FORMATS: tuple[tuple[bytes, str], ...] = (
@@ -33,6 +33,10 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (b"<?xml", "an XML file"),
 )
 _MAX_HEAD_BYTES = 64
+_REMEDIES = {
+    "an HDF5 file": "Give an array of it: sft.sources.ArraySource(h5py.File(path)[name]).",
+    "a ZIP archive": "Give an array of an .npz file: sft.sources.ArraySource(numpy.load(path)[name]).",
+}
 #: Invisible characters that are not control characters of Unicode: separators of lines and paragraphs.
 _CONTROL_CATEGORIES = frozenset(("Cc", "Cf", "Zl", "Zp", "Cs"))
 
@@ -48,6 +52,15 @@ def require_regular_file(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+
+
+def format_remedy(name: str) -> str:
+    """Replacement for a file of a format that `file_format` names; empty where none is known.
+
+    >>> format_remedy("a ZIP archive")
+    'Give an array of an .npz file: sft.sources.ArraySource(numpy.load(path)[name]).'
+    """
+    return _REMEDIES.get(name, "")
 
 
 def file_format(path: Path) -> str:

@@ -207,14 +207,14 @@ class ChannelStack(_Composite):
 
     Args:
         images: of the files, of one size.
-        names: of the files; a channel without a name gets that of its file.
+        names: of the files; a channel without a name gets that of its file. Default: `None` (their numbers)
 
     Raises:
         InputError: other sizes, element types or nodata values.
     """
 
-    def __init__(self, images: Sequence[Image], names: Sequence[str]) -> None:
-        super().__init__(images, names)
+    def __init__(self, images: Sequence[Image], names: Sequence[str] | None = None) -> None:
+        super().__init__(images, [str(number) for number in range(len(images))] if names is None else names)
         for image, name in zip(self.images, self.names, strict=True):
             size, first = image.level_dimensions[0], self.images[0].level_dimensions[0]
             if size != first:

@@ -42,6 +42,7 @@ ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
 
 _NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_ANNOTATIONS = (".geojson", ".json", ".xml", ".shp", ".gpkg")
 _PICTURE_DTYPES = {"1": np.uint8, "L": np.uint8, "P": np.uint8, "I;16": np.uint16, "I": np.int32, "RGB": np.uint8, "RGBA": np.uint8}
 #: Pillow's names of stored grey values of 1, 2, 4 and 8 bits, and with an I of inverted ones.
 _GREY_LAYOUT = re.compile(r"[L1](?:;(?P<bits>2|4))?(?P<flags>;?I?R?)")
@@ -187,6 +188,11 @@ class PictureLabels(DecodedFile[Pixels]):
             try:
                 pixels = self._decode(PillowImage.open(file))
             except UnidentifiedImageError as error:
+                if self.path.suffix.lower() in _ANNOTATIONS:
+                    raise SourceError(
+                        f"cannot read labels from {self.path}: it has polygons, no pixels. Paint them: "
+                        "sft.tissue.AnnotationLabels(sft.tissue.read_annotations(path, classes), width_px=..., height_px=...)."
+                    ) from error
                 format_name = file_format(self.path) or "no format of an image that is known"
                 raise SourceError(
                     f"cannot read labels from {self.path}: it is {format_name}, or it is damaged. Give a label map."

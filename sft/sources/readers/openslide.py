@@ -28,7 +28,7 @@ import numpy as np
 
 from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.installation import install_command
-from sft.common.untrusted.foreign_files import file_format
+from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.georeference import Georeference
 from sft.sources.image import LevelledImage, Pixels, StatedResolution, read_strips
 from sft.sources.readers.geotiff import read_georeference
@@ -260,7 +260,8 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
             name = file_format(path)
         if name:
             raise SourceError(
-                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert images to tiled TIFF."
+                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. "
+                + (format_remedy(name) or "Give the slide, or convert images to tiled TIFF.")
             ) from error
         raise SourceError(
             f"cannot open slide {path} ({num_bytes} bytes): {reason_text(error)}. Either no format that OpenSlide reads, or cut "

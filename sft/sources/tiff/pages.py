@@ -118,7 +118,11 @@ def _plain_levels(path: Path, tiff: Any, at: Mapping[str, int]) -> list[LevelPag
         number = at.get("page")
         if number is None or set(at) != {"page"} or not 0 <= number <= len(same_size_pages):
             several = f"{len(same_size_pages) + 1} images of {size[0]} x {size[1]} px, of which one is read"
-            raise SourceError(f"cannot read {path}: it has {several}. Choose one with at={{'page': 0}}, or export that one.")
+            raise SourceError(
+                f"cannot read {path}: it has {several}. Choose one with at={{'page': 0}}, or export that one; as "
+                f"channels: sft.sources.ChannelStack([sft.sources.open_image({str(path)!r}, at={{'page': n}}) for n in "
+                f"range({len(same_size_pages) + 1})])."
+            )
         return [LevelPages(pages=([first, *same_size_pages][number],))]
     if at:
         raise InputError(f"cannot read {path} with at={dict(at)!r}: it has one image and no further axis. Leave at out.")

@@ -253,3 +253,10 @@ def test_what_is_no_label_map(name: str, message: str, tmp_path: Path) -> None:
 def test_images_that_are_no_labels() -> None:
     with pytest.raises(InputError, match=r"3 channels of uint8\. Give one channel of integers"):
         ImageLabels(ArrayImage(np.zeros((40, 50, 3), np.uint8)))
+
+
+@pytest.mark.parametrize("name", ["a.geojson", "a.xml", "a.shp", "a.gpkg"])
+def test_polygons_are_no_label_map(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("polygons of some format")
+    with pytest.raises(SourceError, match=r"it has polygons, no pixels.*AnnotationLabels\(sft\.tissue\.read_annotations"):
+        open_labels(tmp_path / name)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft import BudgetError, InputError, SourceError
-from sft.sources import Normalized, ReadCostWarning, Slide, TiffImage, open_image
+from sft.sources import ChannelStack, Normalized, ReadCostWarning, Slide, TiffImage, load_tensor, open_image
 from sft.sources.views import RasterView
 from tests.sources.test_pixel_types import numbers, rows_of
 
@@ -113,6 +114,11 @@ def test_pages_without_a_description(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"3 images of 50 x 40 px, of which one is read\. Choose one with at=\{'page': 0\}"):
         open_image(tmp_path / "a.tif")
     assert np.array_equal(open_image(tmp_path / "a.tif", at={"page": 2}).read(0, 0, 50, 40)[..., 0], planes[2])
+    stack = ChannelStack([open_image(tmp_path / "a.tif", at={"page": page}) for page in range(3)])
+    assert np.array_equal(stack.read(0, 0, 50, 40), planes.transpose(1, 2, 0))
+    assert torch.equal(load_tensor(stack), torch.from_numpy(planes / np.float32(65535))[None])
+    with pytest.raises(InputError, match="3 channels"):
+        Normalized(stack, mean=(0.5, 0.5), std=(1.0, 1.0))
     with pytest.raises(InputError, match="it has one image and no further axis"):
         open_image(write(tmp_path / "b.tif", numbers((40, 50, 1), "uint16")), at={"z": 0})
     with pytest.raises(InputError, match="it describes no series"):

@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Full collections take half a second or more, for the objects in caches of torch and SymPy: they run where memory has grown.
-_MAX_GARBAGE_BYTES = 1 << 30
+_MAX_GARBAGE_BYTES = 3 << 29
 _STATM = Path("/proc/self/statm")
 _limit_bytes = [_MAX_GARBAGE_BYTES]
 gc.set_threshold(10_000, 10, 1000 if _STATM.exists() else 10)

@@ -314,6 +314,7 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
     assert "cannot write the mask of t4 to" in capsys.readouterr().err and not list((folder / "full").rglob(".partial-*"))
 
 
+@pytest.mark.usefixtures("without_proposals")
 def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The optimizer's state counts, and all of the slides: followed, the advice led to the same advice."""
     arguments = ["train", "--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--dry-run", "--json", "--model.budget"]
@@ -335,6 +336,7 @@ def test_a_dry_run_writes_nothing_and_tells_the_plan(trained: Path, tmp_path: Pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("without_proposals")
 def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, run = str(trained / "c.yaml"), str(tmp_path / "run")
     (tmp_path / "file").write_text("")

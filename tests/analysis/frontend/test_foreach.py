@@ -120,7 +120,7 @@ def _own(model: Any, y: Tensor) -> Any:
     ("then", "message"),
     [
         (_hidden, r"writes in place \(mul_\), under torch\.no_grad, into a tensor of shape"),
-        (_teacher, r"writes in place \(lerp_\), under torch\.no_grad, into a tensor of shape \(4, 1, 1\)"),
+        (_teacher, r"writes in place \(lerp_\), under torch\.no_grad, into the parameter scale, .*register_buffer"),
         (_behind, r"writes in place \(mul_\) through x\.detach\(\)"),
         (_by_one_tensor, r"`forward` calls _foreach_addcmul_, which is not the same as one call for each tensor here"),
         (_crossing, r"`forward` calls _foreach_add_, which is not the same as one call for each tensor here"),

@@ -51,6 +51,7 @@ def test_every_task_is_planned(kind: str, tmp_path: Path) -> None:
     assert run_wsi(["plan", "--config", str(config), "--size", "1024x512"]) == 0
 
 
+@pytest.mark.usefixtures("without_proposals")
 def test_a_budget_that_does_not_suffice_is_an_error_in_words_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(tmp_path / "c.yaml", model={"budget": "50KiB"}, train={"device": "cpu"})
     assert run_wsi(["plan", "--config", str(config), "--size", "4096x4096"]) == 1

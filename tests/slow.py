@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["SAMPLED", "SLOW", "THINNED"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
+    "test_interleaving.py::test_interleaved_rows_stream": ("wavelets",),
     "test_batch_statistics.py::test_any_tiling_is_exact": ("squeeze-excite",),
     "test_joint.py::test_auto_is_never_slower_than_any_strategy": ("False",),
     "test_recipe_scripts.py::test_a_head_in_the_compiled_part_of_a_detector": ("fcos",),
@@ -35,6 +36,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "recompute",
     ),
     "test_autocast.py::test_recurrent_layers": (
+        "False-LSTM",
         "None-RNN",
         "True-RNN",
         "False-RNN",
@@ -130,6 +132,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "sums of branches",
     ),
     "test_band_region.py::test_every_split_of_four_ranks": (
+        "2-True",
         "4-False",
         "2-False",
         "1-False",
@@ -216,7 +219,10 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "plain",
         "strided",
     ),
-    "test_layout.py::test_windows_of_an_image_padded_to_a_multiple": ("size0",),
+    "test_layout.py::test_windows_of_an_image_padded_to_a_multiple": (
+        "size1",
+        "size0",
+    ),
     "test_losses.py::test_losses_of_labels": (
         "one hot",
         "weighted mean, some ignored",
@@ -341,6 +347,8 @@ _TESTS = (
     "test_bags.py::test_tiles_of_one_image_take_the_memory_of_a_bag",
     "test_cli.py::test_many_segments_are_summarized",
     "test_memory_limits.py::test_a_model_on_the_meta_device_is_planned_for_a_device_that_is_not_here",
+    "test_steps_benchmark.py::test_cases_plan_together_and_are_timed_in_turn",
+    "test_gpu_stages.py::test_kernels_are_compiled_without_a_gpu",
     "test_allocator_overhead.py::test_the_plan_leaves_room_for_device_overhead",
     "test_streamed_cuts.py::test_a_budget_far_below_the_sum_of_the_cuts_works",
     "test_plan_figure.py::test_bars_of_many_segments_can_be_seen",

@@ -40,7 +40,7 @@ demo: $(READY) ## Train on a slide inside a byte budget; the figures and tables 
 test: lint ## Lint, types, tests, and the packaging check
 	$(MAKE) --jobs 2 unit static
 
-# On the core that the tests leave idle at times.
+# Next to the tests: one process at a time.
 static: types
 	$(MAKE) package
 

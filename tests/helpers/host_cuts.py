@@ -18,7 +18,28 @@ from sft.planner.streamed_cuts import streamable_values, with_streamed
 from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 
-__all__ = ["compile_with_cuts", "copy_directly"]
+__all__ = ["Normed", "compile_with_cuts", "copy_directly"]
+
+
+class Normed(nn.Module):
+    """Train-mode norms between convolutions, a skip past one of them, a gate, and a pool: five barriers."""
+
+    def __init__(self, axes: int = 2) -> None:
+        super().__init__()
+        conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+        norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1]
+        self.stem = nn.Sequential(conv(3, 4, 3, padding=1), norm(4), nn.ReLU())
+        self.body = nn.Sequential(conv(4, 4, 3, padding=1), norm(4))
+        self.down = nn.Sequential(conv(4, 5, 3, stride=2, padding=1), nn.GroupNorm(1, 5), nn.ReLU())
+        self.last = conv(5, 3, 1)
+        self.dims = tuple(range(2, 2 + axes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        y = torch.relu(self.body(y) + y)
+        y = y * torch.sigmoid(y.mean(self.dims, keepdim=True))
+        found: Tensor = self.last(self.down(y)).mean(self.dims)
+        return found
 
 
 def compile_with_cuts(model: nn.Module, x: Tensor, options: sft.Options) -> tuple[Any, PlanningProblem]:

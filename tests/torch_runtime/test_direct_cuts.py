@@ -18,31 +18,21 @@ from sft.torch_runtime.streamed_cuts import DirectCut, DirectGradient
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.flops import StepMeter
-from tests.helpers.host_cuts import compile_with_cuts, copy_directly
+from tests.helpers.host_cuts import Normed, compile_with_cuts, copy_directly
 from tests.helpers.models import image, seeded
 from tests.helpers.pass_recorders import CaptureRecorder, LogRecorder
 
 _SHAPE = (2, 3, 26, 18)
 
 
-class Normed(nn.Module):
-    """Norms of the batch between convolutions, with a skip, so that two segments read one cut, and strides that leave rows out."""
+class Strided(Normed):
+    """Two segments read one cut, and strides leave rows of it out."""
 
     def __init__(self, axes: int = 2) -> None:
-        super().__init__()
+        super().__init__(axes)
         conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
         norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1]
-        self.stem = nn.Sequential(conv(3, 4, 3, padding=1), norm(4), nn.ReLU())
-        self.body = nn.Sequential(conv(4, 4, 3, padding=1), norm(4))
         self.down = nn.Sequential(conv(4, 5, 1, stride=3), norm(5), nn.ReLU())
-        self.last = conv(5, 3, 1)
-        self.dims = tuple(range(2, 2 + axes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x)
-        y = torch.relu(self.body(y) + y)
-        y = y * torch.sigmoid(y.mean(self.dims, keepdim=True))
-        return self.last(self.down(y)).mean(self.dims)  # type: ignore[no-any-return]
 
 
 def _step(net: Any, x: Tensor, *, retains: bool = False) -> list[Tensor]:
@@ -58,7 +48,7 @@ def _step(net: Any, x: Tensor, *, retains: bool = False) -> list[Tensor]:
 
 def _pair(shape: tuple[int, ...] = _SHAPE, options: sft.Options | None = None) -> tuple[Any, Any, Any]:
     """Two compiled modules with equal weights: one whose cuts are direct, and one whose cuts are staged. The first one's projection."""
-    model = seeded(lambda: Normed(axes=len(shape) - 2))
+    model = seeded(lambda: Strided(axes=len(shape) - 2))
     net, problem = compile_with_cuts(model, image(*shape).requires_grad_(), options or sft.Options(tile=(4, None)))
     other = compile_with_cuts(copy.deepcopy(model), image(*shape).requires_grad_(), options or sft.Options(tile=(4, None)))[0]
     return net, other, copy_directly(net, problem)
@@ -97,7 +87,7 @@ def test_direct_cuts_have_the_bits_of_staged_ones(shape: tuple[int, ...], option
 @pytest.mark.parametrize(("shape", "options"), _TILINGS, ids=["strips", "samples", "recompute", "volume"])
 def test_the_bytes_of_direct_cuts_are_projected(shape: tuple[int, ...], options: sft.Options) -> None:
     """The sum over sweeps is that of a run of all strips, and that of a step; the slab is laid out as the plan lays it out."""
-    model = seeded(lambda: Normed(axes=len(shape) - 2))
+    model = seeded(lambda: Strided(axes=len(shape) - 2))
     net, problem = compile_with_cuts(model, image(*shape).requires_grad_(), options)
     projection = copy_directly(net, problem)
     ready = next(reversed(net._sft_engine.plan_cache.prepared.values()))
@@ -155,7 +145,7 @@ def test_recorded_passes_with_direct_cuts_have_no_races() -> None:
 
 
 def test_recorded_inference_with_direct_cuts() -> None:
-    model = seeded(Normed).eval()
+    model = seeded(Strided).eval()
     with torch.no_grad():
         net, problem = compile_with_cuts(model, image(*_SHAPE), sft.Options(tile=(4, None)))
         staged = copy.deepcopy(net)
@@ -207,7 +197,7 @@ def _all_samples_at_once(cut: Any, strip: Tensor, batch: Any, rows: Any) -> Any:
 def test_cuts_in_blocks_of_locked_memory_are_direct(
     shape: tuple[int, ...], options: dict[str, Any], changes: dict[str, Any], expected: bool
 ) -> None:
-    net, problem = compile_with_cuts(seeded(lambda: Normed(axes=len(shape) - 2)), image(*shape), sft.Options(**options))
+    net, problem = compile_with_cuts(seeded(lambda: Strided(axes=len(shape) - 2)), image(*shape), sft.Options(**options))
     choices = [segment.choice for segment in net.plan.segments]
     resources = replace(problem.resources, **{"on_host": False, **changes})
     streamed = {name for choice in choices for name in choice.streamed}
@@ -217,7 +207,7 @@ def test_cuts_in_blocks_of_locked_memory_are_direct(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_direct_cuts_on_a_gpu() -> None:
-    eager = seeded(Normed).cuda()
+    eager = seeded(Strided).cuda()
     net, _ = compile_with_cuts(copy.deepcopy(eager), image(*_SHAPE).cuda().requires_grad_(), sft.Options(tile=(4, None)))
     ready = next(reversed(net._sft_engine.plan_cache.prepared.values()))
     assert ready.region.direct == ready.region.streamed and ready.region.streamed

@@ -31,6 +31,7 @@ from sft.runtime.region import Region
 from sft.torch_runtime.machine import TorchMachine
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors, relative_error
+from tests.helpers.host_cuts import Normed
 from tests.helpers.models import image, seeded
 from tests.helpers.plans import least_budget
 from tests.helpers.tilings import tiled_options
@@ -40,27 +41,6 @@ pytestmark = pytest.mark.usefixtures("without_proposals")
 captures = one_capture_a_model("options", "folder")
 
 _SHAPE = (2, 3, 26, 18)
-
-
-class Normed(nn.Module):
-    """Train-mode norms between convolutions, a skip past one of them, a gate, and a pool: five barriers."""
-
-    def __init__(self, axes: int = 2) -> None:
-        super().__init__()
-        conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1]
-        self.stem = nn.Sequential(conv(3, 4, 3, padding=1), norm(4), nn.ReLU())
-        self.body = nn.Sequential(conv(4, 4, 3, padding=1), norm(4))
-        self.down = nn.Sequential(conv(4, 5, 3, stride=2, padding=1), nn.GroupNorm(1, 5), nn.ReLU())
-        self.last = conv(5, 3, 1)
-        self.dims = tuple(range(2, 2 + axes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x)
-        y = torch.relu(self.body(y) + y)
-        y = y * torch.sigmoid(y.mean(self.dims, keepdim=True))
-        found: Tensor = self.last(self.down(y)).mean(self.dims)
-        return found
 
 
 class Dropped(Normed):

@@ -23,9 +23,9 @@ from sft.planner.sized_graph import SizedGraph
 from sft.planner.streamed_cuts import stream_seconds, streamable_values, with_streamed
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
+from tests.helpers.host_cuts import Normed
 from tests.helpers.models import chain, seeded
 from tests.helpers.problems import problem_of, with_resources
-from tests.torch_runtime.test_streamed_cuts import Normed
 
 Floats = npt.NDArray[np.float64]
 

@@ -52,8 +52,8 @@ ERROR_LIMIT = 1e-10
 NETWORKS = {"vgg16": "vgg16", "resnet18-frozen": "resnet18", "resnet18-training": "resnet18 in training", "u-net": "u-net"}
 Mode = Literal["strips", "offload", "streamed-weights", "cuda-graphs", "file"]
 MODES: tuple[Mode, ...] = ("strips", "offload", "streamed-weights", "cuda-graphs", "file")
-#: Rows and columns; no multiple of a strip. Of ResNets only larger images have activations that are worth an offload. Graphs are recorded
-#: of programs that run several times, so the image has many strips.
+#: Rows and columns; no multiple of a strip. Except for U-Nets only larger images have activations that are worth an offload. Graphs are
+#: recorded of programs that run several times, so the image has many strips.
 _SIZE, _OFFLOAD_SIZE, _GRAPHS_SIZE = (168, 120), (520, 392), (392, 64)
 _STRIP_ROWS = 32
 _AMPLE = "64GiB"
@@ -174,7 +174,7 @@ def image_size(network: str, mode: Mode) -> tuple[int, int]:
     """Rows and columns of the image of a case."""
     if mode == "cuda-graphs":
         return _GRAPHS_SIZE
-    return _OFFLOAD_SIZE if mode == "offload" and network.startswith("resnet") else _SIZE
+    return _OFFLOAD_SIZE if mode == "offload" and network != "u-net" else _SIZE
 
 
 def run_case(network: str, mode: Mode, device: torch.device, size: tuple[int, int] | None = None) -> SmokeResult:

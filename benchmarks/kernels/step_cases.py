@@ -102,6 +102,11 @@ def step_cases() -> list[StepCase]:
         image(name="resnet18 frozen step in 400 MiB", make=frozen, budget="400MiB"),
         image(name="resnet18 training step in 8 GiB", make=training, budget="8GiB"),
         image(name="u-net step in 700 MiB", make=unet, budget="700MiB"),
+        image(name="resnet18 frozen step in 250 MiB", make=frozen, budget="250MiB"),
+        image(name="resnet18 training step in 500 MiB", make=training, budget="500MiB"),
+        image(name="resnet18 training step in 450 MiB, cuts on the host", make=training, budget="450MiB"),
+        image(name="resnet18 training step in 300 MiB, cuts on the host", make=training, budget="300MiB"),
+        image(name="u-net step in 1 GiB", make=unet, budget="1GiB"),
         bag(name="ViT-S adapters, 512 tiles", num_images=512, has_plain=True),
         bag(name="ViT-S adapters, 4,096 tiles", num_images=4096, has_plain=False, reads_file=True),
         large(name="vgg16 large", make=vgg, budget="11GiB"),
@@ -114,6 +119,7 @@ def step_cases() -> list[StepCase]:
         StepCase(name="vgg block 2", make=functools.partial(_block, 64, 128), num_channels=64, size=1024, has_plain=True, tile=(256, None)),
         large(name="resnet18 frozen large", make=frozen, budget="11GiB"),
         large(name="resnet18 training large", make=training, budget="40GiB"),
+        large(name="resnet18 training large in 28 GiB, cuts on the host", make=training, budget="28GiB"),
         large(name="u-net large", make=unet, budget="28GiB"),
     ]
 

@@ -127,7 +127,7 @@ class StripLoader(Protocol):
 class HostOps(OffloadOps, Protocol):
     """Transfers between the device and inputs, outputs, cuts and offloaded values on the host."""
 
-    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> StripLoader:
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int, dtype: Any) -> StripLoader:
         """Open a loader of strips of an input.
 
         Args:
@@ -135,6 +135,7 @@ class HostOps(OffloadOps, Protocol):
             batch: batch elements to read.
             order: rows of each strip, in the order in which they are taken.
             row_bytes: bytes of one row of these batch elements.
+            dtype: element type.
         """
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: Any) -> Buffer:

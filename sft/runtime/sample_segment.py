@@ -278,7 +278,9 @@ class SampleSegment:
             for name in self.scope.sources:
                 if name in self.from_source:
                     batch, rows = self._region(name, first)
-                    loader = machine.open_input(values.by_name[name], batch, (rows,), self._row_bytes(name, batch))
+                    loader = machine.open_input(
+                        values.by_name[name], batch, (rows,), self._row_bytes(name, batch), self.scope.dtype_of(name)
+                    )
                     stack.enter_context(closing(loader))
                     inputs[name] = loader.take(rows)
             yield inputs

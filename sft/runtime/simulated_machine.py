@@ -14,7 +14,7 @@ from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.runtime.streamed_inputs import returned_rows_bytes
 from sft.runtime.weight_prefetch import GradientTransfer
-from sft.sources.strip_reader import FULL_READ_BYTES, aligned_bytes, read_chunks, reader_bytes, ring_bytes_of
+from sft.sources.strip_reader import FULL_READ_BYTES, aligned_bytes, pixel_staging_bytes, read_chunks, reader_bytes, ring_bytes_of
 
 __all__ = ["NUM_TRANSFERS", "MemoryCounter", "SimulatedBuffer", "SimulatedMachine"]
 
@@ -109,7 +109,13 @@ class _SlabCounter(MemoryCounter):
         self._arena.free(address)
 
 
-class _DirectBuffer(SimulatedBuffer):
+class _HostBuffer(SimulatedBuffer):
+    """Cut on the host, or its gradient."""
+
+    __slots__ = ()
+
+
+class _DirectBuffer(_HostBuffer):
     """Direct cut on the host, or its gradient.
 
     Attributes:
@@ -126,19 +132,24 @@ class _SimulatedStripLoader:
 
     Attributes:
         buffers: its buffers on the device.
+        pixels: memory for pixels of a single strip.
         staging: arena of its page-locked buffers on the host.
         start: their offset; ``None`` if the device's memory is the host's.
     """
 
     buffers: list[SimulatedBuffer]
+    pixels: SimulatedBuffer | None
     staging: HostArena
     start: int | None
 
     def take(self, rows: Interval) -> SimulatedBuffer:
+        if rows:
+            self.pixels = None
         return self.buffers[0].view() if self.buffers else SimulatedBuffer(MemoryCounter(), 0)
 
     def close(self) -> None:
         self.buffers.clear()
+        self.pixels = None
         if self.start is not None:
             self.staging.free(self.start)
             self.start = None
@@ -217,19 +228,24 @@ class SimulatedMachine:
 
     # Host.
 
-    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> _SimulatedStripLoader:
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int, dtype: Any) -> _SimulatedStripLoader:
         num_buffers, strip_bytes, carry_bytes = reader_bytes(order, row_bytes)
         sizes = [strip_bytes] * num_buffers + ([carry_bytes] if self.on_host else [])
         buffers = [SimulatedBuffer(self.memory, size) for size in sizes]
+        has_pixels = not self.on_host and num_buffers == 1 and not isinstance(source, _HostBuffer)
+        pixels = SimulatedBuffer(self.memory, pixel_staging_bytes(strip_bytes, row_bytes, dtype)) if has_pixels else None
         is_staged = not self.on_host and not isinstance(source, _DirectBuffer)
         start = self.staging.allocate(ring_bytes_of(order, row_bytes)) if is_staged else None
-        return _SimulatedStripLoader(buffers, self.staging, start)
+        return _SimulatedStripLoader(buffers, pixels, self.staging, start)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        out = self.allocate(shape, dtype, zero=False)
         if not self.on_host:
             row_bytes = Slot(0, (*shape[:2], 1, *shape[3:]), dtype, 0).num_bytes
             self.staging.free(self.staging.allocate(ring_bytes_of(read_chunks(shape[2], row_bytes), row_bytes)))
-        return self.allocate(shape, dtype, zero=False)
+            if not isinstance(source, _HostBuffer):
+                self.memory.record_peak(pixel_staging_bytes(row_bytes * shape[2], row_bytes, dtype))
+        return out
 
     def note_transfer(self, num_bytes: int, host: Buffer = None) -> None:
         """Count the page-locked buffer of a strip that is copied to ``host``, or from a gradient there."""
@@ -268,7 +284,7 @@ class SimulatedMachine:
 
     def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> SimulatedBuffer:
         num_bytes = Slot(0, shape, dtype, 0).num_bytes
-        return _DirectBuffer(_SlabCounter(self.host_arena), num_bytes) if direct else SimulatedBuffer(self.host_memory, num_bytes)
+        return _DirectBuffer(_SlabCounter(self.host_arena), num_bytes) if direct else _HostBuffer(self.host_memory, num_bytes)
 
     def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any, *, direct: bool) -> SimulatedBuffer:
         return self.allocate_host_cut(shape, dtype, direct=direct)

@@ -27,13 +27,14 @@ from sft.lower.program import Port
 from sft.runtime.machine import Buffer, HostOps, StripLoader
 from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
-from sft.sources.strip_reader import read_chunks, reader_bytes, reader_bytes_at, ring_bytes
+from sft.sources.strip_reader import pixel_staging_bytes, read_chunks, reader_bytes, reader_bytes_at, ring_bytes
 
 __all__ = [
     "SweepDirection",
     "grad_buffer_bytes",
     "input_buffer_bytes",
     "input_grad_bytes",
+    "input_opening_bytes",
     "input_staging_bytes",
     "largest_input_grad_bytes",
     "open_grad_loaders",
@@ -128,7 +129,8 @@ def open_loaders(
     loaders: dict[str, StripLoader] = {}
     with ExitStack() as stack:
         for name, order in row_read_order(segment, direction, sweep, selection, first=first).items():
-            loader = machine.open_input(sources[name], sweep.chunk, order, segment.source_row_bytes(name, sweep))
+            row_bytes, dtype = segment.source_row_bytes(name, sweep), segment.scope.dtype_of(name)
+            loader = machine.open_input(sources[name], sweep.chunk, order, row_bytes, dtype)
             loaders[name] = stack.enter_context(closing(loader))
         yield loaders
 
@@ -153,8 +155,8 @@ def open_grad_loaders(
     loaders: dict[str, StripLoader] = {}
     with ExitStack() as stack:
         for name, order in _grads_read(segment, sweep).items():
-            row_bytes = segment.source_row_bytes(name, sweep, gradient=True)
-            loaders[name] = stack.enter_context(closing(machine.open_input(gradients[name], sweep.chunk, order, row_bytes)))
+            row_bytes, dtype = segment.source_row_bytes(name, sweep, gradient=True), segment.scope.sink_dtype(name)
+            loaders[name] = stack.enter_context(closing(machine.open_input(gradients[name], sweep.chunk, order, row_bytes, dtype)))
         yield loaders
 
 
@@ -168,11 +170,32 @@ def grad_buffer_bytes(segment: TiledLayout, sweep: Sweep) -> int:
 
 
 def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
-    """Bytes of the loaders' buffers on the device during a sweep: two strips, and rows for the next one if its memory is the host's."""
+    """Bytes of the loaders' buffers on the device during a sweep.
+
+    These are two strips, and rows for the next one if the device's memory is the host's. On another device, an input of which one strip
+    alone is read has memory for its pixels until then.
+    """
     total = 0
     for name, start, stop in _strips_read(segment, direction, sweep):
         num_buffers, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
         total += num_buffers * buffer_bytes + (carry_bytes if on_host else 0)
+    return total + (0 if on_host or segment.schedule.num_steps == 1 else _pixel_bytes(segment, direction, sweep))
+
+
+def input_opening_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
+    """Bytes of the loaders' buffers on the device when a sweep begins: those of the sweep, and memory for pixels of its only strip."""
+    pixel_bytes = 0 if on_host or segment.schedule.num_steps > 1 else _pixel_bytes(segment, direction, sweep)
+    return pixel_bytes + input_buffer_bytes(segment, direction, sweep, on_host=on_host)
+
+
+def _pixel_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> int:
+    """Bytes for pixels of the inputs of which one strip is read."""
+    total = 0
+    for name, start, stop in _strips_read(segment, direction, sweep):
+        row_bytes = segment.source_row_bytes(name, sweep)
+        num_buffers, strip_bytes, _ = reader_bytes_at(start, stop, row_bytes)
+        if num_buffers == 1 and segment.scope.graph[name].kind == "input":
+            total += pixel_staging_bytes(strip_bytes, row_bytes, segment.scope.dtype_of(name))
     return total
 
 

@@ -23,7 +23,18 @@ from torch import Tensor
 
 from sft.common.errors import InputError, SourceError, typed
 
-__all__ = ["AnyArray", "HostArray", "Layout", "as_host_array", "axis_order", "check_mapping", "release_pages", "resolve_layout"]
+__all__ = [
+    "AnyArray",
+    "HostArray",
+    "Layout",
+    "as_host_array",
+    "axis_order",
+    "check_mapping",
+    "convert_pixels",
+    "copy_pixels",
+    "release_pages",
+    "resolve_layout",
+]
 
 #: Names of an array's axes in order: batch, channels, rows (height), columns (width).
 Layout: TypeAlias = Literal["CHW", "HWC", "NCHW", "NHWC"]
@@ -131,6 +142,24 @@ def axis_order(layout: Layout, axes: str) -> tuple[int, ...]:
     """
     full = layout if len(layout) == 4 else "N" + layout
     return tuple(full.index(axis) for axis in axes)
+
+
+def convert_pixels(pixels: HostArray, out: AnyArray) -> None:
+    """Copy pixels ``[rows, width, channels]`` into a contiguous array of a type that has all of their values."""
+    if isinstance(pixels, Tensor):
+        torch.from_numpy(out).copy_(pixels)
+    elif pixels.strides[2] == pixels.itemsize:
+        np.copyto(out, pixels)
+    else:  # planes: along the columns of one channel NumPy's inner loop is long, across the channels it would be three steps
+        for channel in range(out.shape[2]):
+            np.copyto(out[..., channel], pixels[..., channel])
+
+
+def copy_pixels(pixels: HostArray, out: Tensor) -> None:
+    """Copy pixels ``[rows, width, channels]`` unchanged into ``out``, ``[channels, rows, width]`` of their type."""
+    if isinstance(pixels, Tensor):  # bfloat16, which NumPy does not have
+        pixels, out = pixels.view(torch.int16).numpy(), out.view(torch.int16)
+    convert_pixels(pixels, out.permute(1, 2, 0).numpy())
 
 
 def check_mapping(array: HostArray, name: str) -> None:

@@ -9,8 +9,8 @@ in blocks that are aligned to the tiles. The blocks at both edges of the last in
 reverse sweep: at most two blocks of raw pixels, and a third while it is used.
 
 `load_tensor` reads a full image into one allocation, a strip at a time. Both have the same bits: subtract ``low + span * mean``, divide by
-``span * std``, where ``span`` is ``high - low``, in float32 or the wider requested type, one rounding each. NumPy does it, since torch
-would start a second team of OpenMP threads in the reader thread, which competes with the network's for the cores.
+``span * std``, where ``span`` is ``high - low``, in float32 or the wider requested type, one rounding each. NumPy does it: torch would
+start threads that compete with the network's for the cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.host_arrays import AnyArray, HostArray
+from sft.sources.host_arrays import AnyArray, HostArray, convert_pixels, copy_pixels
 from sft.sources.image import Image, Pixels, pixel_dtype
 from sft.sources.source import Source, check_rows, image_equal_rows
 from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
@@ -134,7 +134,7 @@ class Normalizer:
         for top in range(0, num_rows, step):
             bottom = min(top + step, num_rows)
             piece: AnyArray = target[top:bottom].numpy() if scratch is None else scratch[: bottom - top]
-            _convert(pixels[top:bottom], piece)
+            convert_pixels(pixels[top:bottom], piece)
             if self.clip:
                 low, high = self._limits(work_dtype)
                 np.clip(piece, low, high, out=piece)
@@ -177,22 +177,6 @@ class Normalizer:
         low = np.asarray(0 if self._low is None else self._low, dtype)
         span = np.asarray(_UNITS.get(self._pixel_dtype, 1) if self._span is None else self._span, dtype)
         return low, low + span
-
-
-def _convert(pixels: HostArray, piece: AnyArray) -> None:
-    """Copy pixels into a contiguous piece of the working type; never narrows."""
-    if isinstance(pixels, Tensor):
-        torch.from_numpy(piece).copy_(pixels)
-    elif pixels.strides[2] == pixels.itemsize:
-        np.copyto(piece, pixels)
-    else:  # planes: along the columns of one channel NumPy's inner loop is long, across the channels it would be three steps
-        for channel in range(piece.shape[2]):
-            np.copyto(piece[..., channel], pixels[..., channel])
-
-
-def copy_pixels(pixels: HostArray, out: Tensor) -> None:
-    """Copy pixels ``[rows, width, channels]`` unchanged into ``out``, ``[channels, rows, width]`` of their type."""
-    _convert(pixels, out.permute(1, 2, 0).numpy())
 
 
 @runtime_checkable

@@ -40,6 +40,7 @@ __all__ = [
     "StripReader",
     "aligned_bytes",
     "allocate_bytes",
+    "pixel_staging_bytes",
     "prefetch_strips",
     "read_chunks",
     "reader_bytes",
@@ -50,6 +51,7 @@ __all__ = [
     "row_bytes",
     "shut_down_prefetch",
     "source_error",
+    "staged_number_bytes",
 ]
 
 _JOIN_SECONDS = 5.0
@@ -112,6 +114,37 @@ def read_chunks(num_rows: int, num_row_bytes: int) -> list[Interval]:
     """
     step = max(1, FULL_READ_BYTES // num_row_bytes)
     return [Interval(top, min(top + step, num_rows)) for top in range(0, num_rows, step)]
+
+
+def staged_number_bytes(pixel_dtype: torch.dtype, dtype: torch.dtype) -> int:
+    """Bytes on a device of a pixel that becomes a number, with the number in float32 if it is narrower.
+
+    >>> staged_number_bytes(torch.uint8, torch.bfloat16), staged_number_bytes(torch.uint8, torch.float32)
+    (5, 1)
+    """
+    return pixel_dtype.itemsize + (4 if dtype.itemsize < 4 else 0)
+
+
+def pixel_staging_bytes(num_bytes: int, num_row_bytes: int, dtype: torch.dtype) -> int:
+    """Bytes on a device for pixels that arrive there, of a strip without another strip's memory: for all, or pieces of full rows.
+
+    Pixels have at most 16 bits where the network's numbers have 16 or 32, and 32 where these have 64.
+
+    >>> pixel_staging_bytes(1000, 100, torch.float32), pixel_staging_bytes(1000, 100, torch.float16)
+    (500, 3000)
+    >>> pixel_staging_bytes(2**30, 2**20, torch.float16), pixel_staging_bytes(2**30, 2**22, torch.float16)
+    (8388608, 12582912)
+
+    Args:
+        num_bytes: of all numbers.
+        num_row_bytes: of the numbers of one row of every batch element.
+        dtype: of the numbers; integers (labels) have no pixels.
+    """
+    if not dtype.is_floating_point:
+        return 0
+    pixel_dtype = torch.float32 if dtype.itemsize > 4 else torch.float16
+    staged, row = (size // dtype.itemsize * staged_number_bytes(pixel_dtype, dtype) for size in (num_bytes, num_row_bytes))
+    return max(row, min(staged, FULL_READ_BYTES))
 
 
 def aligned_bytes(num_bytes: int) -> int:

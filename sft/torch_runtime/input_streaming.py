@@ -6,7 +6,13 @@ for an event recorded then, so that it runs while the strip before is computed. 
 reader's buffers are being copied.
 
 A `sft.sources.normalize.PixelSource` sends its pixels, a quarter of the bytes for uint8, and the device normalises them with the operations
-of the host: the same bits. One of the two strips on the device then has the pixels of the next strip, so the bytes stay those of the plan.
+of the host: the same bits. They arrive in staging memory on the device, which is part of the plan:
+
+- of several strips, one of the two strips on the device is the staging memory, and has pixels of the next strip;
+- a single strip (a chunk of tiles) and a complete image have :func:`~sft.sources.strip_reader.pixel_staging_bytes`.
+
+The host computes float16 and bfloat16 in float32 and rounds once, at the end. So does the device: the staging memory has pixels and their
+float32 numbers. What does not fit at once passes through it in pieces.
 """
 
 from __future__ import annotations
@@ -31,16 +37,21 @@ from sft.sources.strip_reader import (
     NUM_RING_BUFFERS,
     StripReader,
     aligned_bytes,
+    pixel_staging_bytes,
     read_chunks,
     reader_bytes,
     ring_bytes_of,
     row_bytes,
     source_error,
+    staged_number_bytes,
 )
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.torch_runtime.staging import HostStaging, StagingRange
 
 __all__ = ["DeviceNormalizer", "SourceStripLoader", "StripTargets", "Uploads", "load_source", "strip_of", "upload_rows"]
+
+#: Types of a network's numbers that are computed on the device from pixels.
+_NETWORK_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -66,14 +77,18 @@ class Uploads:
             event, _ = self._running.popleft()
             event.synchronize()
 
-    def copy(self, target: Tensor, strip: Tensor, allocated: Any) -> None:
-        """Copy a strip, after the event at which its target was allocated; the computation waits for the copy."""
+    def copy(self, target: Tensor, source: Tensor, allocated: Any) -> Any:
+        """Copy from a buffer, after the event at which the target was allocated; the computation waits for the event that is returned."""
         stream = copy_streams(self.device).up
         stream.wait_event(allocated)
         with torch.cuda.stream(stream):
-            target.copy_(strip, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             done = stream.record_event()
         torch.cuda.current_stream(self.device).wait_event(done)
+        return done
+
+    def keep(self, strip: Tensor, done: Any) -> None:
+        """Keep a strip's buffer until the event of its last copy."""
         self._running.append((done, strip))
 
     def finish(self) -> None:
@@ -138,45 +153,90 @@ class DeviceNormalizer:
 
     Args:
         normalizer: the normalisation.
-        dtype: float32 or float64.
+        dtype: floating-point type of the numbers. Narrow ones are computed in float32.
         device: the device.
     """
 
     def __init__(self, normalizer: Normalizer, dtype: torch.dtype, device: torch.device) -> None:
+        self.work_dtype = torch.promote_types(dtype, torch.float32)
+
         def vector(values: AnyArray) -> Tensor:
             # Filled, not copied: a copy would wait for the device. A divisor that is a number would become a reciprocal.
-            data = torch.empty(len(values), 1, 1, dtype=dtype, device=device)
+            data = torch.empty(len(values), dtype=self.work_dtype, device=device)
             for channel, value in enumerate(values.tolist()):
                 data[channel].fill_(value)
             return data
 
-        limits, shift, scale = normalizer.channel_values(dtype)
+        limits, shift, scale = normalizer.channel_values(self.work_dtype)
         self._limits = None if limits is None else (vector(limits[0]), vector(limits[1]))
         self._shift, self._scale = vector(shift), vector(scale)
 
-    def __call__(self, pixels: Tensor, out: Tensor) -> None:
-        """Normalise ``pixels`` into ``out``; both are ``[N, C, rows, W]``."""
-        out.copy_(pixels)
+    def __call__(self, pixels: Tensor, out: Tensor, work: Tensor) -> None:
+        """Normalise ``pixels`` into ``out`` by way of ``work``, of the working type; all are ``[..., C]``, and the last two may be one."""
+        work.copy_(pixels)
         if self._limits is not None:
-            out.clamp_(*self._limits)
-        out.sub_(self._shift).div_(self._scale)
+            work.clamp_(*self._limits)
+        torch.div(work.sub_(self._shift), self._scale, out=out)
 
 
 @dataclass(slots=True)
 class _PixelStaging:
-    """Device memory for the pixels of the next strip.
+    """Device memory in which pixels arrive, and in which narrow numbers are computed.
 
     Attributes:
-        data: bytes, as many as the tallest strip has after normalisation: the size that the plan counts, and the allocator reuses.
-        free: event from which on the pixels may be overwritten.
-        dtype: of the pixels.
-        normalize: makes them the numbers of the strip.
+        data: its bytes.
+        free: event from which on they may be overwritten.
+        pixel_dtype: type of the pixels.
+        dtype: type of the numbers.
+        normalize: makes pixels numbers.
     """
 
     data: Tensor
     free: Any
+    pixel_dtype: torch.dtype
     dtype: torch.dtype
     normalize: DeviceNormalizer
+
+    @classmethod
+    def of(cls, source: PixelSource, data: Tensor, allocated: Any) -> _PixelStaging:
+        """Staging memory of a source, allocated at an event."""
+        pixel_dtype = source.normalizer.pixel_dtype
+        return cls(data, allocated, pixel_dtype, source.dtype, DeviceNormalizer(source.normalizer, source.dtype, data.device))
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers that are computed at once."""
+        return self.data.numel() // staged_number_bytes(self.pixel_dtype, self.dtype)
+
+    def upload(self, uploads: Uploads, pixels: Tensor, out: Tensor) -> Any:
+        """Copy at most `num_numbers` pixels from a buffer, and normalise them; both tensors are ``[..., C]``.
+
+        Returns:
+            The event at which the copy is complete.
+        """
+        work, num_work_bytes = out, 0
+        if self.dtype is not self.normalize.work_dtype:
+            num_work_bytes = pixels.numel() * self.normalize.work_dtype.itemsize
+            work = self.data[:num_work_bytes].view(self.normalize.work_dtype).view(pixels.shape)
+        num_bytes = pixels.numel() * self.pixel_dtype.itemsize
+        staged = self.data[num_work_bytes : num_work_bytes + num_bytes].view(self.pixel_dtype).view(pixels.shape)
+        done = uploads.copy(staged, pixels, self.free)
+        self.normalize(staged, out, work)
+        self.free = torch.cuda.current_stream(self.data.device).record_event()
+        return done
+
+    def upload_strip(self, uploads: Uploads, strip: Tensor, out: Tensor) -> Any:
+        """Copy the pixels of a strip, and normalise them, in pieces; both tensors are contiguous in channels-last order.
+
+        Returns:
+            The event at which the copy is complete.
+        """
+        num_channels, done = strip.shape[1], None
+        pixels, numbers = (each.permute(0, 2, 3, 1).view(-1, num_channels) for each in (strip, out))
+        step = self.num_numbers // num_channels
+        for start in range(0, len(pixels), step):
+            done = self.upload(uploads, pixels[start : start + step], numbers[start : start + step])
+        return done
 
 
 class SourceStripLoader:
@@ -214,13 +274,18 @@ class SourceStripLoader:
         self._uploads = Uploads(device, self._staging.allocate(ring_bytes_of(order, num_row_bytes)))
         for _ in range(num_targets):
             self._targets.allocate()
-        if num_targets > 1 and isinstance(samples, PixelSource) and _is_smaller(samples):
-            data, allocated = self._targets.take()
-            normalize = DeviceNormalizer(samples.normalizer, samples.dtype, device)
-            self._pixels = _PixelStaging(data, allocated, samples.normalizer.pixel_dtype, normalize)
-            self._targets.num_left += 1
+        if num_targets and isinstance(samples, PixelSource) and _is_normalised_on_device(samples, target_bytes):
+            self._pixels = _PixelStaging.of(samples, *self._allocate_staging(num_targets, target_bytes, num_row_bytes))
             samples = _Pixels(samples)
         self._reader = StripReader(samples, order, num_buffers=NUM_RING_BUFFERS, allocate=self._uploads.allocate)
+
+    def _allocate_staging(self, num_targets: int, target_bytes: int, num_row_bytes: int) -> tuple[Tensor, Any]:
+        """Memory for pixels, and the event at which it was allocated: one of the strips, or that of a single strip."""
+        if num_targets > 1:
+            self._targets.num_left += 1
+            return self._targets.take()
+        num_bytes = pixel_staging_bytes(target_bytes, num_row_bytes, self._dtype)
+        return _allocate(num_bytes, self._device)
 
     def take(self, rows: Interval) -> Tensor:
         """The next strip, channels last.
@@ -246,13 +311,8 @@ class SourceStripLoader:
             self._targets.allocate()
         data, allocated = self._targets.take()
         target = strip_of(data, self._dtype, strip.shape)
-        if pixels is None:
-            uploads.copy(target, strip, allocated)
-            return target
-        staged = strip_of(pixels.data, pixels.dtype, strip.shape)
-        uploads.copy(staged, strip, pixels.free)
-        pixels.normalize(staged, target)
-        pixels.free = torch.cuda.current_stream(self._device).record_event()
+        done = uploads.copy(target, strip, allocated) if pixels is None else pixels.upload_strip(uploads, strip, target)
+        uploads.keep(strip, done)
         if not self._targets.num_left and not self._targets:  # the last strip
             self._pixels = None
         return target
@@ -275,10 +335,18 @@ class SourceStripLoader:
         self._statistics.read_bytes += reader.read_bytes
 
 
-def _is_smaller(source: PixelSource) -> bool:
-    """True if a source's pixels take fewer bytes than its numbers, and a device normalises them as the host does."""
-    pixel_dtype = source.normalizer.pixel_dtype
-    return source.dtype in (torch.float32, torch.float64) and pixel_dtype.itemsize < source.dtype.itemsize and pixel_dtype != torch.bfloat16
+def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Bytes on a CUDA device, and the event at which they were allocated."""
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return data, torch.cuda.current_stream(device).record_event()
+
+
+def _is_normalised_on_device(source: PixelSource, num_bytes: int) -> bool:
+    """True if pixels take no more bytes than numbers of 16 bits, or fewer than wider ones, and the least piece fits into ``num_bytes``."""
+    pixel_dtype, dtype = source.normalizer.pixel_dtype, source.dtype
+    if dtype not in _NETWORK_DTYPES or pixel_dtype.itemsize > max(2, dtype.itemsize // 2):
+        return False
+    return source.shape[1] * staged_number_bytes(pixel_dtype, dtype) <= num_bytes
 
 
 def strip_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -294,18 +362,30 @@ def upload_rows(source: Source, out: Tensor, statistics: PassReading, staging: H
         SourceError: the rows cannot be read.
     """
     num, _, height, _ = source.shape
-    chunks = read_chunks(height, row_bytes(source))
-    uploads = Uploads(out.device, staging.allocate(ring_bytes_of(chunks, row_bytes(source))))
+    num_row_bytes = row_bytes(source)
+    chunks = read_chunks(height, num_row_bytes)
+    uploads = Uploads(out.device, staging.allocate(ring_bytes_of(chunks, num_row_bytes)))
     allocated = torch.cuda.current_stream(out.device).record_event()
-    reader = StripReader(source, chunks, num_buffers=NUM_RING_BUFFERS, allocate=uploads.allocate)
+    pixels, reads = None, source
+    if isinstance(source, PixelSource):
+        num_bytes = pixel_staging_bytes(height * num_row_bytes, num_row_bytes, source.dtype)
+        if _is_normalised_on_device(source, num_bytes):
+            pixels, reads = _PixelStaging.of(source, *_allocate(num_bytes, out.device)), _Pixels(source)
+            step = min(pixels.num_numbers * source.dtype.itemsize, len(chunks[0]) * num_row_bytes) // num_row_bytes
+            chunks = [Interval(top, min(top + step, height)) for top in range(0, height, step)]
+    reader = StripReader(reads, chunks, num_buffers=NUM_RING_BUFFERS, allocate=uploads.allocate)
     try:
         for rows in chunks:
             uploads.make_room()
             strip = reader.take(rows)
-            for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy them via a buffer there
-                target = out[sample, :, rows.start : rows.stop].permute(1, 2, 0)
-                uploads.copy(target, strip[sample].permute(1, 2, 0), allocated)
-            del strip
+            by_row, target = strip.permute(0, 2, 3, 1), out[:, :, rows.start : rows.stop].permute(0, 2, 3, 1)
+            if pixels is not None:
+                done = pixels.upload(uploads, by_row, target)
+            else:  # rows of several samples are not dense on the device: CUDA would copy them via a buffer there
+                for sample in range(num):
+                    done = uploads.copy(target[sample], by_row[sample], allocated)
+            uploads.keep(strip, done)
+            del strip, by_row
     finally:
         reader.close()
         uploads.finish()

@@ -230,7 +230,7 @@ class TorchMachine:
     # Inputs, outputs and cuts on the host.
 
     def open_input(
-        self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int
+        self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int, dtype: torch.dtype
     ) -> SourceStripLoader | DirectStripLoader:
         if isinstance(source, (DirectCut, DirectGradient)):
             return DirectStripLoader(source, batch, order)

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from sft.common.interval import Interval
 from sft.sources import ArraySink, ArraySource, Normalized, Slide, Tiles
-from sft.torch_runtime.input_streaming import DeviceNormalizer
 from tests.helpers.exactness import gradient_errors, relative_error
 from tests.helpers.models import ConvNet, Residual, chain, image, seeded
 from tests.helpers.poison import poisoned
@@ -384,23 +383,6 @@ def test_a_host_tensor_and_a_model_on_a_gpu() -> None:
     y_eager.square().sum().backward()
     assert eager.grad is not None
     assert relative_error(y.cpu(), y_eager) <= TOLERANCE and relative_error(target, eager.grad) <= TOLERANCE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("pixel_type", ["uint8", "uint16", "int16", "float16"])
-@pytest.mark.parametrize("limits", [{}, {"value_range": (2.5, 190), "clip": True}, {"value_range": [(0, 3), (1, 300), (-5, 7)]}])
-def test_a_device_normalises_pixels_as_the_host_does(pixel_type: str, limits: dict[str, Any], dtype: torch.dtype) -> None:
-    pixels = random_pixels(5, 7, 3).astype(pixel_type)
-    for mean, std in ((None, None), (MEAN, STD)):
-        source = ArraySource(pixels, mean=mean, std=std, dtype=dtype, **limits)
-        rows = Interval(1, 4)
-        expected, result = torch.empty(1, 3, 3, 7, dtype=dtype), torch.empty(1, 3, 3, 7, dtype=dtype)
-        source.rows(rows, expected)
-        raw = torch.empty(1, 3, 3, 7, dtype=source.normalizer.pixel_dtype)
-        source.pixel_rows(rows, raw)
-        assert np.array_equal(raw[0].permute(1, 2, 0).numpy(), pixels[1:4])
-        DeviceNormalizer(source.normalizer, dtype, torch.device("cpu"))(raw, result)
-        assert torch.equal(result, expected)
 
 
 def test_pixels_of_files_and_tiles_are_those_before_normalisation(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from sft.torch_runtime.input_streaming import Uploads
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.weight_streaming import WeightPass
 from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
+from tests.helpers.bags import AttentionBag, VisionTransformer, take_samples
 from tests.helpers.fake_cuda import DEVICE, FakeEvent, FakeGpu, FakeStream, fake_cuda, observed
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
@@ -57,6 +58,13 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+class Bag(AttentionBag):
+    """Tiles that run some at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(VisionTransformer(12, 3, 1, patch_px=8, tile_px=16), 12)
+
+
 _HOST = {"host_budget": "64GiB"}
 
 #: Network, options, and other settings of a step, by what moves between the devices.
@@ -67,7 +75,12 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
     "source": (ConvNet, {"tile": (8, None), "state_every": 2}, {"source": True}),
     "source-pixels": (ConvNet, {"tile": (8, None), "state_every": 2}, {"pixels": "uint8"}),
     "source-pixels-16": (ConvNet, {"tile": (8, None)}, {"pixels": "uint16"}),
-    "source-pixels-whole": (ConvNet, {"strategy": "none"}, {"pixels": "uint8"}),
+    "source-pixels-whole": (ConvNet, {"strategy": "none"}, {"pixels": "uint8", "shape": (2, 3, 24, 12)}),
+    "source-pixels-one-strip": (ConvNet, {"tile": (24, None)}, {"pixels": "uint16"}),
+    "source-pixels-bfloat16": (ConvNet, {"tile": (8, None), "state_every": 2}, {"pixels": "uint8", "dtype": torch.bfloat16}),
+    "source-pixels-bfloat16-16": (ConvNet, {"tile": (8, None)}, {"pixels": "int16", "dtype": torch.bfloat16}),
+    "source-pixels-whole-bfloat16": (ConvNet, {"strategy": "none"}, {"pixels": "uint8", "dtype": torch.bfloat16}),
+    "source-bag": (Bag, {}, {"pixels": "uint8", "dtype": torch.bfloat16, "samples": 2, "shape": (5, 3, 16, 16)}),
     "source-whole": (ConvNet, {"strategy": "none"}, {"source": True}),
     "host-output": (ConvNet, {"tile": (8, None)}, {"output": "host"}),
     "host-output-whole": (ConvNet, {"strategy": "none"}, {"output": "host"}),
@@ -97,7 +110,12 @@ def _steps(net: Any, x: Any, *, optimizer: Any = None) -> list[Tensor]:
 def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
     """Two models compiled alike, and their input."""
     make, options, setting = _CASES[name]
-    model, shape = seeded(make), setting.get("shape", _SHAPE)
+    model, shape = seeded(make).to(setting.get("dtype", torch.float64)), setting.get("shape", _SHAPE)
+    x: Any = image(*shape)
+    if setting.get("pixels"):
+        x = _pixels(shape, setting["pixels"], setting.get("dtype", torch.float64))
+    elif setting.get("source"):
+        x = x.numpy()
     budget = setting.get("budget", "4GiB")
     if budget == "least":
         budget = least_budget(model, shape, sft.Options(strategy=options["strategy"]))
@@ -107,18 +125,15 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
         if chosen.get("weights") == "file":
             chosen["weights"] = sft.WeightsFile(folder / f"{number}.safetensors", durable=False)
         output = {"output": setting["output"]} if "output" in setting else {}
-        nets.append(sft.compile(copy.deepcopy(model), shape, budget=budget, options=sft.Options(**chosen), **output))
-    if setting.get("pixels"):
-        return nets, _pixels(shape, setting["pixels"])
-    return nets, image(*shape).numpy() if setting.get("source") else image(*shape)
+        inputs = [x] if setting.get("pixels") else shape
+        nets.append(sft.compile(copy.deepcopy(model), inputs, budget=budget, options=sft.Options(**chosen), **output))
+    return nets, x
 
 
-def _pixels(shape: tuple[int, ...], dtype: str) -> ArraySource:
+def _pixels(shape: tuple[int, ...], pixel_type: str, dtype: torch.dtype) -> ArraySource:
     """Pixels with a normalisation of each channel."""
-    array = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
-    return ArraySource(
-        array, layout="NCHW", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), dtype=torch.float64, value_range=(3, 200), clip=True
-    )
+    array = np.random.default_rng(0).integers(0, 256, shape).astype(pixel_type)
+    return ArraySource(array, layout="NCHW", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), dtype=dtype, value_range=(3, 200), clip=True)
 
 
 #: Modules with copies between the devices that make the host wait, by case.
@@ -129,7 +144,9 @@ _BLOCKING: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_steps_have_no_races(name: str, tmp_path: Path) -> None:
+def test_steps_have_no_races(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "samples" in _CASES[name][2]:
+        take_samples(monkeypatch, _CASES[name][2]["samples"])
     optimizer = _CASES[name][2].get("optimizer")
     (on_cpu, on_gpu), x = _compiled(name, tmp_path)
     expected = _steps(on_cpu, x, optimizer=optimizer)
@@ -298,25 +315,29 @@ def test_pixels_without_a_wait_are_reported(stream: str, tmp_path: Path) -> None
     assert any("input_streaming.py" in report for report in gpu.checker.races)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("source-pixels", torch.uint8), ("source-pixels-whole", torch.float64)])
-def test_pixels_are_copied_in_their_own_type(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """One byte a number in place of eight; an image that is resident is normalised on the host."""
+@pytest.mark.parametrize("name", [name for name, (_, _, setting) in _CASES.items() if "pixels" in setting])
+def test_pixels_are_copied_in_their_own_type(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every type of the network's numbers: strip by strip, in a single strip, in chunks of a bag and in untiled segments."""
+    if "samples" in _CASES[name][2]:
+        take_samples(monkeypatch, _CASES[name][2]["samples"])
     (_, net), x = _compiled(name, tmp_path)
-    net.plan_for(x, input_grad=np.zeros(x.shape))
+    plan = net.plan_for(x, input_grad=np.zeros(x.shape))
+    assert any(segment.takes_samples for segment in plan.segments) == (name == "source-bag")
     copied = set()
     with gpu_steps(), pytest.MonkeyPatch.context() as patches:
         copy_strip = Uploads.copy
 
-        def noting(uploads: Uploads, target: Tensor, strip: Tensor, allocated: Any) -> None:
+        def noting(uploads: Uploads, target: Tensor, strip: Tensor, allocated: Any) -> Any:
             copied.add(strip.dtype)
-            copy_strip(uploads, target, strip, allocated)
+            return copy_strip(uploads, target, strip, allocated)
 
         patches.setattr(Uploads, "copy", noting)
         _steps(net, x)
-    assert copied == {dtype}
+    assert copied == {x.normalizer.pixel_dtype}
 
 
-def test_strips_of_a_source_are_in_the_projected_bytes() -> None:
+@pytest.mark.parametrize("strip_rows", [8, 48])
+def test_strips_of_a_source_are_in_the_projected_bytes(strip_rows: int) -> None:
     """On a GPU: two strips on the device, and three page-locked ones on the host; a sweep by strips and its profile agree."""
     model, shape, source = seeded(ConvNet), (1, 3, 48, 12), np.zeros((1, 3, 48, 12))
     plans: list[Any] = []
@@ -329,13 +350,15 @@ def test_strips_of_a_source_are_in_the_projected_bytes() -> None:
             return plans[-1][1]
 
         patches.setattr(search, "plan_segments", noting)
-        net: Any = sft.compile(model, shape, budget="4GiB", options=sft.Options(tile=(8, None), state_every=3))
+        net: Any = sft.compile(model, shape, budget="4GiB", options=sft.Options(tile=(strip_rows, None), state_every=3))
         net.plan_for(source, input_grad=np.zeros(shape))
     problem, planned = plans[-1]
     assert planned.projection.staging_bytes == 0
     on_gpu = replace(problem, resources=replace(problem.resources, on_host=False))
     summed, walked = (project_step(on_gpu, planned.region, exactly=exactly) for exactly in (False, True))
     assert summed == walked
+    if strip_rows == shape[2]:
+        return
     orders = [
         row_read_order(segment, direction, sweep)
         for segment in planned.region.segments

@@ -132,6 +132,7 @@ class _RecordedStripLoader:
         if len(buffers) < 2 and self.num_left:
             self.num_left -= 1
             buffers.append(SimulatedBuffer(self.memory, self.strip_bytes))
+        self.loader.pixels = None
         strip: SimulatedBuffer = buffers.pop(0)
         return strip
 
@@ -261,8 +262,8 @@ class _RecordingMachine(SimulatedMachine):
         for number in instruction.frees:
             buffers.pop(number, None)
 
-    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> Any:
-        loader = super(_RecordingMachine, self).open_input(source, batch, order, row_bytes)
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int, dtype: Any) -> Any:
+        loader = super(_RecordingMachine, self).open_input(source, batch, order, row_bytes, dtype)
         if self.on_host:
             return loader
         num_buffers, strip_bytes, _ = reader_bytes(order, row_bytes)

@@ -198,9 +198,20 @@ def test_strips_of_an_input_are_freed_before_the_next_but_one_is_allocated() -> 
     """As by the loader of tensors: between the two, other tensors may take the memory of a strip."""
     machine = _RecordingMachine(on_host=False)
     order = [Interval(0, 4), Interval(4, 8), Interval(8, 12)]
-    loader = machine.open_input(None, Interval(0, 1), order, 10)
+    loader = machine.open_input(None, Interval(0, 1), order, 10, torch.float32)
     for rows in order:
         strip = loader.take(rows)
         del strip
     loader.close()
     assert machine.recorder.trace().events == ((1, 40), (2, 40), (1, 0), (3, 40), (2, 0), (3, 0))
+
+
+def test_pixels_of_a_single_strip_are_freed_when_it_is_taken() -> None:
+    """In float16 they have the bytes of the numbers, next to the numbers in float32."""
+    machine, rows = _RecordingMachine(on_host=False), Interval(0, 4)
+    loader = machine.open_input(None, Interval(0, 1), [rows], 10, torch.float16)
+    strip = loader.take(rows)
+    del strip
+    loader.close()
+    machine.read_input(None, (1, 5, 4, 1), torch.float32)
+    assert machine.recorder.trace().events == ((1, 40), (2, 120), (2, 0), (1, 0), (3, 80), (4, 40), (4, 0), (3, 0))

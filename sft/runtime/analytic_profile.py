@@ -28,7 +28,14 @@ import numpy as np
 
 from sft.common.array_types import BoolArray, IntArray
 from sft.lower.program import Program
-from sft.runtime.streamed_inputs import grad_buffer_bytes, input_buffer_bytes, input_grad_bytes, input_opening_bytes, returned_bytes
+from sft.runtime.streamed_inputs import (
+    SweepDirection,
+    grad_buffer_bytes,
+    input_buffer_bytes,
+    input_grad_bytes,
+    input_pixel_bytes,
+    returned_bytes,
+)
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
@@ -153,9 +160,10 @@ def profile_sweep(
         backward_peak, backward_flops, backward_runs = _profile_backward(segment, sweep, rows, on_host=on_host)
         if not segment.keeps_states(sweep):  # the sweep that restores them selects its strips again
             backward_peak = max(backward_peak, selection_bytes)
-    opening_bytes = input_opening_bytes(segment, "forward", sweep, on_host=on_host)
+    pixels = _pixel_bytes(segment, "forward", sweep, on_host=on_host)
+    sweep_peak = int((before + read + np.maximum(pixels[:-1], peaks + pixels[1:])).max())
     return SweepProfile(
-        forward_peak_bytes=max(int((before + peaks + read).max()), selection_bytes, opening_bytes),
+        forward_peak_bytes=max(sweep_peak, selection_bytes),
         store_bytes=int(stays.sum()),
         backward_peak_bytes=backward_peak,
         forward_flops=rows.flops(programs),
@@ -194,19 +202,27 @@ def _profile_backward(segment: TiledLayout, sweep: Sweep, rows: _SweepRows, *, o
     # The carried gradient at an action is that of the state after which all strips are differentiated.
     gradients = (rows.row_bytes[rows.has_grad, None] * (rows.frontier - rows.kept)[rows.has_grad]).sum(0)
     done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
-    opening_bytes = int(alive[0]) + input_opening_bytes(segment, "backward", sweep, on_host=on_host) + grad_buffer_bytes(segment, sweep)
-    alive += input_buffer_bytes(segment, "backward", sweep, on_host=on_host) + grad_buffer_bytes(segment, sweep)
-    sums_peak = max(opening_bytes, int((alive[is_joint] + sums[strip[is_joint]]).max()))
+    pixels = _pixel_bytes(segment, "backward", sweep, on_host=on_host)
+    alive += input_buffer_bytes(segment, "backward", sweep, on_host=on_host) + grad_buffer_bytes(segment, sweep) + pixels[1:]
+    sums_peak = int((alive[is_joint] + sums[strip[is_joint]]).max())
     leaving = input_grad_bytes(segment, "joint", np.arange(num_steps), sweep, segment.from_source & segment.direct)
     alive += gradients[done] + np.append(leaving, 0)[done]
+    selection_peak = max(selection_peak, int((alive - np.diff(pixels)).max()))
     peak = max(selection_peak, sums_peak, int((alive[is_joint] + joint_peaks[strip[is_joint]]).max()))
     peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(sweep):
         again = np.arange(rows.states.max())
         before = _live_bytes_before(rows.frontier, rows.kept, rows.blocks, rows.lasting)[again]
-        read = input_buffer_bytes(segment, "restore", sweep, on_host=on_host)
-        peak = max(peak, restore(again, before + read), input_opening_bytes(segment, "restore", sweep, on_host=on_host))
+        before += input_buffer_bytes(segment, "restore", sweep, on_host=on_host)
+        pixels = _pixel_bytes(segment, "restore", sweep, on_host=on_host)
+        peak = max(peak, restore(again, before + pixels[1:]), int((before + pixels[:-1]).max(initial=0)))
     return peak, flops, tuple(runs)
+
+
+def _pixel_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> IntArray:
+    """Bytes for pixels before each strip of a sweep and after the last one: :func:`input_pixel_bytes`, none on the host."""
+    pixels = input_pixel_bytes(segment, direction, sweep)
+    return np.zeros_like(pixels) if on_host else pixels
 
 
 @dataclass(frozen=True, slots=True)

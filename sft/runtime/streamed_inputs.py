@@ -34,7 +34,7 @@ __all__ = [
     "grad_buffer_bytes",
     "input_buffer_bytes",
     "input_grad_bytes",
-    "input_opening_bytes",
+    "input_pixel_bytes",
     "input_staging_bytes",
     "largest_input_grad_bytes",
     "open_grad_loaders",
@@ -68,13 +68,13 @@ def row_read_order(
         first: first strip of a sweep that is not backward.
     """
     strips = _strips_read(segment, direction, sweep, selection, first)
-    return {name: tuple(map(Interval, start.tolist(), stop.tolist())) for name, start, stop in strips}
+    return {name: tuple(map(Interval, start.tolist(), stop.tolist())) for name, (start, stop), _ in strips}
 
 
 def _strips_read(
     segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS, first: int = 0
-) -> Iterator[tuple[str, IntArray, IntArray]]:
-    """First and end row of each strip that is read, in order, by input."""
+) -> Iterator[tuple[str, tuple[IntArray, IntArray], IntArray]]:
+    """First and end rows of the strips that are read, in order, and their positions in the sweep, by input."""
     num_steps = segment.schedule.num_steps
     if direction == "backward":
         actions = segment.checkpoints.actions(num_steps)
@@ -97,7 +97,7 @@ def _strips_read(
                 is_read |= is_kind & (kinds == signature) & reads[kind, signature]
         is_read &= is_loaded
         if is_read.any():
-            yield name, start[steps[is_read]], stop[steps[is_read]]
+            yield name, (start[steps[is_read]], stop[steps[is_read]]), np.flatnonzero(is_read)
 
 
 class _ReadsCache(dict[tuple[StripKind, int], bool]):
@@ -170,33 +170,34 @@ def grad_buffer_bytes(segment: TiledLayout, sweep: Sweep) -> int:
 
 
 def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
-    """Bytes of the loaders' buffers on the device during a sweep.
-
-    These are two strips, and rows for the next one if the device's memory is the host's. On another device, an input of which one strip
-    alone is read has memory for its pixels until then.
-    """
+    """Bytes of the loaders' buffers on the device during a sweep: two strips, and rows for the next one if its memory is the host's."""
     total = 0
-    for name, start, stop in _strips_read(segment, direction, sweep):
+    for name, (start, stop), _ in _strips_read(segment, direction, sweep):
         num_buffers, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
         total += num_buffers * buffer_bytes + (carry_bytes if on_host else 0)
-    return total + (0 if on_host or segment.schedule.num_steps == 1 else _pixel_bytes(segment, direction, sweep))
+    return total
 
 
-def input_opening_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
-    """Bytes of the loaders' buffers on the device when a sweep begins: those of the sweep, and memory for pixels of its only strip."""
-    pixel_bytes = 0 if on_host or segment.schedule.num_steps > 1 else _pixel_bytes(segment, direction, sweep)
-    return pixel_bytes + input_buffer_bytes(segment, direction, sweep, on_host=on_host)
+def input_pixel_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> IntArray:
+    """Bytes for pixels of inputs of which one strip is read, on a device whose memory is not the host's: until it is taken.
 
-
-def _pixel_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> int:
-    """Bytes for pixels of the inputs of which one strip is read."""
-    total = 0
-    for name, start, stop in _strips_read(segment, direction, sweep):
+    Returns:
+        Bytes before each strip of the sweep and after the last one.
+    """
+    total = np.zeros(_num_strips(segment, direction) + 1, dtype=np.int64)
+    for name, (start, stop), positions in _strips_read(segment, direction, sweep):
         row_bytes = segment.source_row_bytes(name, sweep)
         num_buffers, strip_bytes, _ = reader_bytes_at(start, stop, row_bytes)
         if num_buffers == 1 and segment.scope.graph[name].kind == "input":
-            total += pixel_staging_bytes(strip_bytes, row_bytes, segment.scope.dtype_of(name))
+            total[: positions[stop > start][0] + 1] += pixel_staging_bytes(strip_bytes, row_bytes, segment.scope.dtype_of(name))
     return total
+
+
+def _num_strips(segment: TiledLayout, direction: SweepDirection) -> int:
+    """Strips of a sweep; in a backward sweep each counts as often as it runs."""
+    if direction == "backward":
+        return len(segment.checkpoints.actions(segment.schedule.num_steps))
+    return segment.num_sweep_strips(direction)
 
 
 def input_staging_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> list[int]:
@@ -205,7 +206,7 @@ def input_staging_bytes(segment: TiledLayout, direction: SweepDirection, sweep: 
     Loaders of direct cuts have none.
     """
     strips = (strips for strips in _strips_read(segment, direction, sweep) if strips[0] not in segment.direct)
-    return [ring_bytes(start, stop, segment.source_row_bytes(name, sweep)) for name, start, stop in strips]
+    return [ring_bytes(start, stop, segment.source_row_bytes(name, sweep)) for name, (start, stop), _ in strips]
 
 
 def returned_rows_bytes(num_bytes: int, num_rows: int) -> int:

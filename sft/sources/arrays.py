@@ -18,13 +18,15 @@ from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import LevelledImage, Pixels, Rectangle, Size, check_level, dtype_range
-from sft.sources.normalize import PIXEL_DTYPES, Normalizer, PixelRows
-from sft.sources.source import check_rows, check_samples, equal_rows
+from sft.sources.normalize import PIXEL_DTYPES, Normalizer
+from sft.sources.source import PixelRows, check_rows, check_samples, equal_rows
 from sft.sources.value_range import ValueRange
 from sft.sources.views import resolve_mpp
 
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]
 
+#: Images of a batch are read together up to this size: the pages of a mapped file stay until then.
+_GROUP_BYTES = 8 << 20
 _OTHER_FILES = "Images are opened by sft.sources.open_image, label maps by sft.sources.open_labels."
 
 
@@ -117,14 +119,18 @@ class ArraySource(PixelRows):
     def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[HostArray, Tensor], None]) -> None:
         if not interval:
             return
-        for sample in range(self.shape[0]):
-            if self._pixels is None:
-                assert self._chunks is not None
+        if self._pixels is None:
+            assert self._chunks is not None
+            for sample in range(self.shape[0]):
                 fill(self._chunks.rows(sample, interval), out[sample])
-                continue
+            return
+        # Several small tiles at once: each call may wait for the interpreter's lock.
+        num_samples, sample_bytes = self.shape[0], self._pixels[0, interval.start : interval.stop].nbytes
+        step = max(1, _GROUP_BYTES // sample_bytes)
+        for first in range(0, num_samples, step):
             check_mapping(self._given, self._name)
-            pixels = self._pixels[sample, interval.start : interval.stop]
-            fill(pixels, out[sample])
+            pixels = self._pixels[first : first + step, interval.start : interval.stop]
+            fill(pixels, out[first : first + step])
             release_pages(pixels)
 
     def repeated_rows(self, columns: Interval) -> BoolArray:

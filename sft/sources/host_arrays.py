@@ -8,7 +8,8 @@ array is refused.
 compared before every access, at the cost of one ``fstat``.
 
 *A mapped file stays in memory.* Pages that were read count as the process's memory until the kernel reclaims them. A reader of strips
-does not need them again, so they are released at once; the contents of the file stay in the kernel's cache.
+does not need them again, so they are released at once; the contents of the file stay in the kernel's cache. A release also drops pages
+that the kernel mapped ahead, so images of a batch are read and released together.
 """
 
 from __future__ import annotations
@@ -145,21 +146,21 @@ def axis_order(layout: Layout, axes: str) -> tuple[int, ...]:
 
 
 def convert_pixels(pixels: HostArray, out: AnyArray) -> None:
-    """Copy pixels ``[rows, width, channels]`` into a contiguous array of a type that has all of their values."""
+    """Copy pixels ``[..., rows, width, channels]`` into an array of a type that has all of their values."""
     if isinstance(pixels, Tensor):
         torch.from_numpy(out).copy_(pixels)
-    elif pixels.strides[2] == pixels.itemsize:
+    elif pixels.strides[-1] == pixels.itemsize:
         np.copyto(out, pixels)
     else:  # planes: along the columns of one channel NumPy's inner loop is long, across the channels it would be three steps
-        for channel in range(out.shape[2]):
+        for channel in range(out.shape[-1]):
             np.copyto(out[..., channel], pixels[..., channel])
 
 
 def copy_pixels(pixels: HostArray, out: Tensor) -> None:
-    """Copy pixels ``[rows, width, channels]`` unchanged into ``out``, ``[channels, rows, width]`` of their type."""
+    """Copy pixels ``[..., rows, width, channels]`` unchanged into ``out``, ``[..., channels, rows, width]`` of their type."""
     if isinstance(pixels, Tensor):  # bfloat16, which NumPy does not have
         pixels, out = pixels.view(torch.int16).numpy(), out.view(torch.int16)
-    convert_pixels(pixels, out.permute(1, 2, 0).numpy())
+    convert_pixels(pixels, out.detach().movedim(-3, -1).numpy())
 
 
 def check_mapping(array: HostArray, name: str) -> None:
@@ -197,20 +198,35 @@ def release_pages(pixels: HostArray) -> None:
     Arrays that are not mapped are left alone, and so are copy-on-write mappings, whose changes exist in their pages alone.
 
     Args:
-        pixels: ``[rows, width, channels]`` of one batch element, in any memory layout.
+        pixels: ``[..., rows, width, channels]``, in any memory layout.
     """
     base, mode = _mapping_of(pixels)
     advice = getattr(mmap, "MADV_DONTNEED", None)
     if base is None or advice is None or mode not in ("r", "r+", "w+") or not isinstance(pixels, np.ndarray) or not pixels.size:
         return
     start = np.frombuffer(base, np.uint8).__array_interface__["data"][0]
-    # Rows are one stretch of the file, or one in each channel's plane.
-    by_rows = abs(pixels.strides[0]) >= max(map(abs, pixels.strides))
-    for channel_pixels in [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]:
-        low = high = channel_pixels.__array_interface__["data"][0] - start
-        for stride, extent in zip(channel_pixels.strides, channel_pixels.shape, strict=True):
-            low += min(0, stride * (extent - 1))
-            high += max(0, stride * (extent - 1))
-        low = max(0, low - _FAULT_AROUND_BYTES)
+    for block in _blocks(pixels):
+        first, end = _extent(block)
+        low = max(0, first - start - _FAULT_AROUND_BYTES)
         low -= low % mmap.PAGESIZE
-        base.madvise(advice, low, min(len(base), high + channel_pixels.itemsize + _FAULT_AROUND_BYTES) - low)
+        base.madvise(advice, low, min(len(base), end - start + _FAULT_AROUND_BYTES) - low)
+
+
+def _blocks(pixels: AnyArray) -> list[AnyArray]:
+    """Stretches of a file: all pixels, or those of a batch element, or those of a channel's plane."""
+    first, end = _extent(pixels)
+    if end - first == pixels.nbytes:
+        return [pixels]
+    if pixels.ndim > 3:
+        return [block for sample in pixels for block in _blocks(sample)]
+    by_rows = abs(pixels.strides[0]) >= max(map(abs, pixels.strides))
+    return [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]
+
+
+def _extent(pixels: AnyArray) -> tuple[int, int]:
+    """Addresses of an array's first byte in memory and of the byte after its last one."""
+    low = high = pixels.__array_interface__["data"][0]
+    for stride, extent in zip(pixels.strides, pixels.shape, strict=True):
+        low += min(0, stride * (extent - 1))
+        high += max(0, stride * (extent - 1))
+    return low, high + pixels.itemsize

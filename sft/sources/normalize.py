@@ -15,9 +15,9 @@ start threads that compete with the network's for the cores.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray, convert_pixels, copy_pixels
 from sft.sources.image import Image, Pixels, pixel_dtype
-from sft.sources.source import Source, check_rows, image_equal_rows
+from sft.sources.source import PixelRows, Source, check_rows, image_equal_rows
 from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
 
-__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "PixelRows", "PixelSource", "load_tensor", "normalizer_of"]
+__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "load_tensor", "normalizer_of"]
 
 #: Numbers are converted, shifted and scaled in pieces of this size: three passes over memory that stays in the cache, and the bound
 #: of the scratch where the result has another type or layout.
@@ -110,10 +110,32 @@ class Normalizer:
         self._tables: dict[torch.dtype, tuple[AnyArray, AnyArray]] = {}
 
     def fill(self, pixels: HostArray, out: Tensor) -> None:
-        """Normalise ``pixels`` of shape ``[rows, width, channels]`` into ``out`` of shape ``[channels, rows, width]``.
+        """Normalise ``pixels`` of shape ``[..., rows, width, channels]`` into ``out`` of shape ``[..., channels, rows, width]``.
 
         Next to its arguments it holds at most 256 KiB, or one row where that is more.
         """
+        if not self.changes(out.dtype):
+            copy_pixels(pixels, out)
+        elif pixels.ndim == 3:
+            self._fill_image(pixels, out)
+        elif _is_dense(pixels) and out.movedim(1, -1).is_contiguous():  # rows of several images are rows of a higher one
+            self._fill_image(pixels.reshape(-1, *pixels.shape[2:]), out.movedim(1, -1).flatten(0, 1).movedim(-1, 0))
+        else:
+            for sample, image in zip(pixels, out, strict=True):
+                self._fill_image(sample, image)
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """False if numbers of this type are the pixels themselves."""
+        # float - 0 and / 1 would change no bit.
+        return dtype is not self._pixel_dtype or self.clip or self._changes
+
+    @cached_property
+    def _changes(self) -> bool:
+        """False if no pixel is shifted or scaled."""
+        is_float = self._pixel_dtype.is_floating_point
+        return not is_float or self._span is not None or any(self.mean) or any(value != 1 for value in self.std)
+
+    def _fill_image(self, pixels: HostArray, out: Tensor) -> None:
         work_dtype = torch.promote_types(out.dtype, torch.float32)
         if self._pixel_dtype.is_floating_point:
             work_dtype = torch.promote_types(work_dtype, self._pixel_dtype)
@@ -127,10 +149,6 @@ class Normalizer:
             if target.dtype is work_dtype and target.is_contiguous()
             else np.empty((step, width_px, num_channels), _NUMPY_DTYPES[work_dtype])
         )
-        # float - 0 and / 1 would change no bit, so they are left out.
-        changes = (
-            not self._pixel_dtype.is_floating_point or self._span is not None or any(self.mean) or any(value != 1 for value in self.std)
-        )
         for top in range(0, num_rows, step):
             bottom = min(top + step, num_rows)
             piece: AnyArray = target[top:bottom].numpy() if scratch is None else scratch[: bottom - top]
@@ -138,7 +156,7 @@ class Normalizer:
             if self.clip:
                 low, high = self._limits(work_dtype)
                 np.clip(piece, low, high, out=piece)
-            if changes:
+            if self._changes:
                 shift, scale = self._shift_and_scale(work_dtype)
                 numbers = piece.reshape(bottom - top, row_numbers)  # a view: the piece is contiguous
                 np.subtract(numbers, shift, out=numbers)
@@ -179,43 +197,10 @@ class Normalizer:
         return low, low + span
 
 
-@runtime_checkable
-class PixelSource(Source, Protocol):
-    """Source that also delivers its pixels in their own type: fewer bytes for a GPU, which then normalises them."""
-
-    @property
-    def normalizer(self) -> Normalizer:
-        """Normalisation that makes the pixels the source's numbers."""
-        ...
-
-    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
-        """Fill ``out``, of the pixels' type, with rows as `rows` reads them, before normalisation."""
-        ...
-
-
-class PixelRows:
-    """Base class of sources that read pixels and normalise them: the methods of `PixelSource`."""
-
-    _normalizer: Normalizer
-    shape: tuple[int, int, int, int]
-
-    @property
-    def normalizer(self) -> Normalizer:
-        """Normalisation of the pixels."""
-        return self._normalizer
-
-    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
-        """Fill ``out``, of the pixels' type, with rows before normalisation; see `PixelSource`.
-
-        Raises:
-            InputError, SourceError: as for `rows`.
-        """
-        check_rows(repr(self), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
-        self._deliver(interval, out, copy_pixels)
-
-    @abstractmethod
-    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Any, Tensor], None]) -> None:
-        """Read rows, and ``fill`` their places in the tensor of the interval with them."""
+def _is_dense(pixels: HostArray) -> bool:
+    """True if images ``[N, rows, width, channels]`` lie one after another, so that they are rows of one image."""
+    strides = pixels.stride() if isinstance(pixels, Tensor) else pixels.strides
+    return strides[0] == pixels.shape[1] * strides[1]
 
 
 #: Some formats have tiles of eight rows. A block is a multiple of the tile height with at least this number of rows, since each read costs.

@@ -4,6 +4,8 @@ An ``Image`` delivers rectangles of raw pixels; a :class:`Source` delivers the n
 sweep reads row intervals, forward in pass 1 and in reverse in pass 2, each into its own memory. `sft.sources.StripReader`, between a
 source and the sweep, reads ahead and copies overlapping rows.
 
+A source of pixels may also deliver them before their normalisation, for a GPU (`PixelSource`).
+
 A source may also state its *constant rows*: rows (or columns) equal to their predecessor. A strip of background need not run through a
 network if the strip above it was the same (``Options(skip_repeats=True)``). Masks know their background, and views know its new place, so
 no pixel is decoded for it.
@@ -11,7 +13,9 @@ no pixel is decoded for it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +25,14 @@ from torch import Tensor
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
-from sft.sources.host_arrays import HostArray, release_pages
+from sft.sources.host_arrays import HostArray, copy_pixels, release_pages
+
+if TYPE_CHECKING:
+    from sft.sources.normalize import Normalizer
 
 __all__ = [
+    "PixelRows",
+    "PixelSource",
     "RepeatingImage",
     "RepeatingSource",
     "Source",
@@ -126,6 +135,45 @@ def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, 
             f"cannot read {rows} of {name} into a tensor of {out.dtype} on {out.device}: pixels are normalised on the host into "
             "fractions. Use a floating-point CPU tensor and copy it to the device."
         )
+
+
+@runtime_checkable
+class PixelSource(Source, Protocol):
+    """Source that also delivers its pixels in their own type: fewer bytes for a GPU, which then normalises them."""
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation that makes the pixels the source's numbers."""
+        ...
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows as `rows` reads them, before normalisation."""
+        ...
+
+
+class PixelRows:
+    """Base class of sources that read pixels and normalise them: the methods of `PixelSource`."""
+
+    _normalizer: Normalizer
+    shape: tuple[int, int, int, int]
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation of the pixels."""
+        return self._normalizer
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows before normalisation; see `PixelSource`.
+
+        Raises:
+            InputError, SourceError: as for `rows`.
+        """
+        check_rows(repr(self), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
+        self._deliver(interval, out, copy_pixels)
+
+    @abstractmethod
+    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Any, Tensor], None]) -> None:
+        """Read rows, and ``fill`` their places in the tensor of the interval with them."""
 
 
 _Batched = TypeVar("_Batched", bound=_HasShape)

@@ -23,9 +23,9 @@ from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, Rectangle, Size, pixel_dtype
-from sft.sources.normalize import PixelRows, normalizer_of
+from sft.sources.normalize import normalizer_of
 from sft.sources.resample import Resampled
-from sft.sources.source import check_rows, check_samples
+from sft.sources.source import PixelRows, check_rows, check_samples
 from sft.sources.value_range import ValueRange
 from sft.sources.views import RasterView
 

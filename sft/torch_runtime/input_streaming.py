@@ -5,7 +5,7 @@ On CUDA the reader's buffers are page-locked, and strips are copied on the strea
 for an event recorded then, so that it runs while the strip before is computed. The host waits for a copy only when all but one of the
 reader's buffers are being copied.
 
-A `sft.sources.normalize.PixelSource` sends its pixels, a quarter of the bytes for uint8, and the device normalises them with the operations
+A `sft.sources.source.PixelSource` sends its pixels, a quarter of the bytes for uint8, and the device normalises them with the operations
 of the host: the same bits. They arrive in staging memory on the device, which is part of the plan:
 
 - of several strips, one of the two strips on the device is the staging memory, and has pixels of the next strip;
@@ -31,8 +31,8 @@ from sft.common.array_types import ByteArray
 from sft.common.interval import Interval
 from sft.common.pinned_memory import copy_streams
 from sft.sources.host_arrays import AnyArray
-from sft.sources.normalize import Normalizer, PixelSource
-from sft.sources.source import Source, select_samples
+from sft.sources.normalize import Normalizer
+from sft.sources.source import PixelSource, Source, select_samples
 from sft.sources.strip_reader import (
     NUM_RING_BUFFERS,
     StripReader,
@@ -342,9 +342,12 @@ def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, Any]:
 
 
 def _is_normalised_on_device(source: PixelSource, num_bytes: int) -> bool:
-    """True if pixels take no more bytes than numbers of 16 bits, or fewer than wider ones, and the least piece fits into ``num_bytes``."""
+    """True if pixels are not the numbers themselves, take few bytes, and the least piece fits into ``num_bytes``.
+
+    Few are no more than numbers of 16 bits, or half of the numbers' bytes.
+    """
     pixel_dtype, dtype = source.normalizer.pixel_dtype, source.dtype
-    if dtype not in _NETWORK_DTYPES or pixel_dtype.itemsize > max(2, dtype.itemsize // 2):
+    if dtype not in _NETWORK_DTYPES or not source.normalizer.changes(dtype) or pixel_dtype.itemsize > max(2, dtype.itemsize // 2):
         return False
     return source.shape[1] * staged_number_bytes(pixel_dtype, dtype) <= num_bytes
 

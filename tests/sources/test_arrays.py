@@ -81,8 +81,16 @@ def cases(draw: st.DrawFn) -> tuple[Any, Tensor, Layout, torch.dtype, Interval]:
     return array, nchw, layout, draw(st.sampled_from(FLOATS)), Interval(start, draw(st.integers(start, extents["H"])))
 
 
-@given(cases(), st.sampled_from([torch.channels_last, torch.contiguous_format]))
-def test_rows_of_every_layout_and_type(case: tuple[Any, Tensor, Layout, torch.dtype, Interval], memory_format: Any) -> None:
+@given(cases(), st.sampled_from([torch.channels_last, torch.contiguous_format]), st.sampled_from([1, 200, 2**23]))
+def test_rows_of_every_layout_and_type(
+    case: tuple[Any, Tensor, Layout, torch.dtype, Interval], memory_format: Any, group_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("sft.sources.arrays._GROUP_BYTES", group_bytes)
+        _check_rows(case, memory_format)
+
+
+def _check_rows(case: tuple[Any, Tensor, Layout, torch.dtype, Interval], memory_format: Any) -> None:
     array, nchw, layout, dtype, rows = case
     channels = nchw.shape[1]
     mean, std = tuple(0.1 * c - 0.1 for c in range(channels)), tuple(0.3 + c for c in range(channels))
@@ -273,6 +281,44 @@ def test_reading_a_large_file_holds_one_strip(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself is 3 MiB, and was there
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the mappings of Linux")
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("rows", [Interval(0, 256), Interval(40, 200)])
+def test_pages_of_tiles_are_released(layout: Layout, rows: Interval, tmp_path: Path) -> None:
+    """Several tiles are read at once, and their pages do not stay in the process."""
+    path, shape = tmp_path / "tiles.npy", [{"N": 128, "C": 3, "H": 256, "W": 256}[axis] for axis in layout]
+    np.save(path, random_pixels(tuple(shape)))
+    source = ArraySource(path, layout=layout, dtype=torch.bfloat16)
+    out = torch.empty((128, 3, len(rows), 256), dtype=torch.uint8, memory_format=torch.channels_last)
+    source.pixel_rows(rows, out)
+    pixels = np.load(path, mmap_mode="r").transpose(axis_order(layout, "NCHW"))
+    assert np.array_equal(out[-1].numpy(), pixels[-1, :, rows.start : rows.stop])
+    del pixels
+    assert _mapped_bytes(path) <= 2**22  # of 24 MiB
+
+
+def _mapped_bytes(path: Path) -> int:
+    """Resident bytes of a process's mappings of a file."""
+    total, is_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            is_file = line.endswith(str(path))
+        elif is_file and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_that_are_the_pixels_keep_their_bits(dtype: torch.dtype) -> None:
+    """Payloads of NaNs, too: they are copied as bytes."""
+    bits = torch.from_numpy(random_pixels((2, 3, 5, 4 * dtype.itemsize))).view(dtype)
+    source = ArraySource(bits if dtype is torch.bfloat16 else bits.numpy(), layout="NCHW", dtype=dtype)
+    assert not source.normalizer.changes(dtype)
+    out = destination(source.shape, dtype)
+    source.rows(Interval(0, 5), out)
+    assert torch.equal(out.contiguous().view(torch.uint8), bits.view(torch.uint8))
 
 
 def test_few_channels_tell_the_axes() -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +389,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
     stem = options.out / f"{datetime.date.today().isoformat()}-{options.name}"
     cases = [case for case in step_cases() if options.only is None or case.name in options.only]
     wanted = [
-        (replace(case, size=_DRY_SIZE, budget=None) if options.dry_run else case, name, backend)
+        (case.small(_DRY_SIZE, 2) if options.dry_run else case, name, backend)
         for backend in options.backends
         for case in cases
         for name in case.dtypes

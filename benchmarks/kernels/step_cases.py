@@ -75,9 +75,13 @@ class StepCase:
         return sft.Options(strategy=self.strategy, tile=tile, **common)  # type: ignore[arg-type]  # of several types
 
     def verified(self, size: int) -> StepCase:
-        """The case at the size at which its results are compared with float64: an image of ``size`` rows and columns, or eight tiles."""
-        small = replace(self, budget=None, reads_file=False)
-        return replace(small, size=size) if self.num_images == 1 else replace(small, num_images=min(self.num_images, 8))
+        """The case at the size at which its results are compared with float64."""
+        return replace(self.small(size), reads_file=False)
+
+    def small(self, size: int, num_images: int = 8) -> StepCase:
+        """The case without a budget, of an image of ``size`` rows and columns, or of some tiles of the size that the network has."""
+        small = replace(self, budget=None)
+        return replace(small, size=size) if self.num_images == 1 else replace(small, num_images=min(self.num_images, num_images))
 
 
 def _block(num_in: int, width: int) -> nn.Module:

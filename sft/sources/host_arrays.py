@@ -33,6 +33,7 @@ __all__ = [
     "check_mapping",
     "convert_pixels",
     "copy_pixels",
+    "copy_serially",
     "release_pages",
     "resolve_layout",
 ]
@@ -46,6 +47,8 @@ _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _USUAL_CHANNELS = (1, 3, 4)
 #: Channels are at most this fraction of the extent that would have the channels in another order.
 _FEW_CHANNELS = 16
+#: Numbers up to which an operator of torch runs in the calling thread (``at::internal::GRAIN_SIZE``).
+_SERIAL_NUMBERS = 32768
 #: On a page fault Linux maps the surrounding folio of its cache as well: up to a huge page.
 _FAULT_AROUND_BYTES = 2 << 20
 
@@ -145,10 +148,24 @@ def axis_order(layout: Layout, axes: str) -> tuple[int, ...]:
     return tuple(full.index(axis) for axis in axes)
 
 
+def copy_serially(target: Tensor, source: Tensor) -> None:
+    """Copy between host tensors of one shape in the calling thread.
+
+    A larger copy of torch starts a team of threads. In a reader's thread it is a second team, which waits for cores that the network has.
+    """
+    if target.numel() <= _SERIAL_NUMBERS:
+        target.copy_(source)
+        return
+    dim = next(dim for dim, extent in enumerate(target.shape) if extent > 1)
+    step = max(1, target.shape[dim] * _SERIAL_NUMBERS // target.numel())
+    for pieces in zip(target.split(step, dim), source.split(step, dim), strict=True):
+        copy_serially(*pieces)
+
+
 def convert_pixels(pixels: HostArray, out: AnyArray) -> None:
     """Copy pixels ``[..., rows, width, channels]`` into an array of a type that has all of their values."""
     if isinstance(pixels, Tensor):
-        torch.from_numpy(out).copy_(pixels)
+        copy_serially(torch.from_numpy(out), pixels)
     elif pixels.strides[-1] == pixels.itemsize:
         np.copyto(out, pixels)
     else:  # planes: along the columns of one channel NumPy's inner loop is long, across the channels it would be three steps

@@ -27,7 +27,7 @@ from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.host_arrays import AnyArray, HostArray, convert_pixels, copy_pixels
+from sft.sources.host_arrays import AnyArray, HostArray, convert_pixels, copy_pixels, copy_serially
 from sft.sources.image import Image, Pixels, pixel_dtype
 from sft.sources.source import PixelRows, Source, check_rows, image_equal_rows
 from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
@@ -162,7 +162,7 @@ class Normalizer:
                 np.subtract(numbers, shift, out=numbers)
                 np.divide(numbers, scale, out=numbers)
             if scratch is not None:
-                target[top:bottom].copy_(torch.from_numpy(piece))
+                copy_serially(target[top:bottom], torch.from_numpy(piece))
 
     @property
     def pixel_dtype(self) -> torch.dtype:

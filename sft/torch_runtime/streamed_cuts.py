@@ -28,6 +28,7 @@ from torch import Tensor
 from sft.analysis.ir.axes import Axes
 from sft.common.array_types import BoolArray, ByteArray
 from sft.common.interval import Interval
+from sft.sources.host_arrays import copy_serially
 from sft.sources.source import check_rows, check_samples
 from sft.sources.strip_reader import read_chunks, reader_bytes
 from sft.torch_runtime.host_memory import HostAllocator
@@ -116,7 +117,7 @@ class HostCut(_HostImage):
                 np.copyto(target, self._data[sample, interval.start : interval.stop])
             else:
                 rows = self.tensor[sample].narrow(1, interval.start, len(interval))
-                out[sample].copy_(rows.reshape(out[sample].shape))
+                copy_serially(out[sample], rows.reshape(out[sample].shape))
             self._release_pages(Interval(sample, sample + 1), interval)
 
     def repeated_rows(self, columns: Interval) -> BoolArray:

@@ -18,6 +18,7 @@ from torch import Tensor
 import sft
 from sft import InputError, SourceError
 from sft.common.interval import Interval
+from sft.common.torch_internals import TorchDispatchMode
 from sft.sources import ArraySource, Layout, Normalized, Source, load_tensor, select_samples
 from sft.sources.host_arrays import axis_order
 from sft.sources.image import Pixels
@@ -319,6 +320,35 @@ def test_numbers_that_are_the_pixels_keep_their_bits(dtype: torch.dtype) -> None
     out = destination(source.shape, dtype)
     source.rows(Interval(0, 5), out)
     assert torch.equal(out.contiguous().view(torch.uint8), bits.view(torch.uint8))
+
+
+class _LargestOperand(TorchDispatchMode):
+    """Notes the numbers of the largest operand of torch's operators, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.num_numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            self.num_numbers = max([self.num_numbers, *(each.numel() for each in args if isinstance(each, Tensor))])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("pixel_type", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_torch_starts_no_threads_in_a_reader(dtype: torch.dtype, pixel_type: torch.dtype, memory_format: torch.memory_format) -> None:
+    """Its operators run in the calling thread up to 32,768 numbers; a row here has more."""
+    array = torch.from_numpy(random_pixels((2, 3, 5, 12_000))).to(pixel_type)
+    source = ArraySource(array if pixel_type is torch.bfloat16 else array.numpy(), layout="NCHW", mean=MEAN, std=STD, dtype=dtype)
+    out, expected = (destination(source.shape, dtype, each) for each in (memory_format, torch.contiguous_format))
+    with torch.no_grad(), _LargestOperand() as largest:
+        source.rows(Interval(0, 5), out)
+    assert largest.num_numbers <= 32_768
+    for sample in range(2):
+        select_samples(source, Interval(sample, sample + 1)).rows(Interval(0, 5), expected[sample : sample + 1])
+    assert torch.equal(out, expected)
 
 
 def test_few_channels_tell_the_axes() -> None:

@@ -133,7 +133,7 @@ def _average_pool(draw: Draw) -> Problem:
     back = {"kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1], "ceil_mode": False, "count_include_pad": True}
 
     def exact() -> list[Tensor]:
-        leaf = x.double().requires_grad_()
+        leaf = x.double().contiguous().requires_grad_()  # PyTorch's gradient is wrong channels last (pytorch/pytorch#188344)
         pooled = F.avg_pool2d(leaf, 3, 2, 1)
         return [pooled.detach(), *torch.autograd.grad(pooled, leaf, dy.double())]
 

@@ -17,6 +17,7 @@ from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.concat import cat_slices
 from sft.lower.custom_ops.statistics import affine_channels
+from sft.lower.custom_ops.windows import average_pool_gradient
 from sft.lower.program import Instruction, Port, Slot
 
 __all__ = ["channels_last_slots"]
@@ -50,6 +51,7 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.max_pool3d_with_indices_backward.default: 1,
     aten.avg_pool2d.default: 0,
     aten.avg_pool2d_backward.default: 1,
+    average_pool_gradient: 1,
     aten.upsample_bilinear2d.default: 0,
     aten.upsample_nearest2d.default: 0,
 }

@@ -21,9 +21,10 @@ from sft.backends.selector import ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
 from sft.kernels.geometry import Geometry
 from sft.kernels.pool.taps import tap_channels
+from sft.lower.custom_ops.windows import average_pool_gradient
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools"]
+__all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools", "match_padded_average_pool_gradients"]
 
 aten = torch.ops.aten
 
@@ -167,6 +168,21 @@ def match_average_pools(context: MatchContext) -> Iterator[Rewrite]:
         rewrite = _rewrite_average_pool(context, at, call)
         if rewrite is not None:
             yield rewrite
+
+
+def match_padded_average_pool_gradients(context: MatchContext) -> Iterator[Rewrite]:
+    """Gradients of padded average pools without a kernel, on a CUDA device: ATen's are wrong if images are channels last."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(aten.avg_pool2d_backward.default)):
+        out, grad, kernel, stride, padding = call.outputs[0], call.arguments[0], *call.arguments[2:5]
+        if out is None or not any(padding):
+            continue
+        extents = [size + 2 * pad + step for size, pad, step in zip(out.shape[2:], padding, stride or kernel, strict=True)]
+        # The padded image and its gradient, and twice the result's gradient, over numbers of elements along both axes.
+        scratch_bytes = 2 * math.prod((*out.shape[:2], *extents)) * out.dtype.itemsize + 2 * grad.num_bytes
+        gradient = call._replace(function=average_pool_gradient, scratch_bytes=scratch_bytes)
+        yield Rewrite(removed=frozenset((at,)), inserted={at: (gradient,)})
 
 
 def _rewrite_average_pool(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:

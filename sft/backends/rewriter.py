@@ -34,7 +34,7 @@ from sft.backends.norms import (
     match_moments,
 )
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
-from sft.backends.pools import match_average_pools, match_max_pools
+from sft.backends.pools import match_average_pools, match_max_pools, match_padded_average_pool_gradients
 from sft.backends.resize import match_resizes
 from sft.backends.row_copy import match_row_loads
 from sft.backends.selector import KernelSelector, NoKernels
@@ -51,6 +51,7 @@ _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_half_affine_gradients,
     match_half_affines,
     match_channel_sums,
+    match_padded_average_pool_gradients,
     match_running_statistics,
     match_counters,
 )

@@ -12,7 +12,60 @@ from torch import Tensor
 from sft.analysis.ir.ops.transposed import TransposedWindow
 from sft.common.interval import Interval
 
-__all__ = ["border_rows", "circular_pad", "col2im", "im2col", "kernel_rows", "max_unpool1d", "overlap_add"]
+__all__ = [
+    "average_pool_gradient",
+    "border_rows",
+    "circular_pad",
+    "col2im",
+    "im2col",
+    "kernel_rows",
+    "max_unpool1d",
+    "overlap_add",
+]
+
+aten = torch.ops.aten
+
+
+def average_pool_gradient(
+    grad: Tensor,
+    self: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    """The gradient of ``avg_pool2d``'s input, channels last, by an operator without padding; arguments as of ``avg_pool2d_backward``.
+
+    ATen's own gradient is wrong on a CUDA device for images that are channels last and padded (pytorch/pytorch#188344).
+    """
+    strides = stride or kernel_size
+    extents, reaches = [], []
+    for at, size, length in zip((0, 1), self.shape[2:], grad.shape[2:], strict=True):
+        reaches.append((length - 1) * strides[at] + kernel_size[at])
+        extents.append(max(reaches[at], padding[at] + size))  # of the padded image, as far as windows and the image reach
+    if divisor_override is None:
+        if count_include_pad and all(reaches[at] <= self.shape[2 + at] + 2 * padding[at] for at in (0, 1)):
+            divisor_override = math.prod(kernel_size)
+        else:
+            counts = [
+                _window_counts(grad, self.shape[2 + at], 2 + at, kernel_size[at], strides[at], padding[at], count_include_pad)
+                for at in (0, 1)
+            ]
+            grad, divisor_override = grad / counts[0][:, None] / counts[1], 1
+    padded = torch.empty((*self.shape[:2], *extents), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+    result = aten.avg_pool2d_backward.default(grad, padded, kernel_size, strides, [0, 0], False, True, divisor_override)
+    (above, left), (rows, columns) = padding, self.shape[2:]
+    image: Tensor = result[:, :, above : above + rows, left : left + columns].contiguous(memory_format=torch.channels_last)
+    return image
+
+
+def _window_counts(grad: Tensor, size: int, dim: int, kernel: int, stride: int, padding: int, counts_padding: bool) -> Tensor:
+    """Elements of each window along an axis that count."""
+    starts = torch.arange(grad.shape[dim], device=grad.device) * stride - padding
+    border = padding if counts_padding else 0
+    return ((starts + kernel).clamp_max(size + border) - starts.clamp_min(-border)).to(grad.dtype)
 
 
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:

@@ -30,7 +30,8 @@ each channel is the map without its shift, which the forward operator computes a
                                     dx = native_batch_norm(dy, w, no bias, zeros, var)
 
 *Gradients of biases.* The sums of a gradient over its pixels, for which ATen takes up to the time of the weight's gradient, are those of
-wide rows (:func:`sft.lower.custom_ops.statistics.channel_sums`).
+wide rows (:func:`sft.lower.custom_ops.statistics.channel_sums`). So are the moments of channels in strips
+(:func:`sft.lower.custom_ops.statistics.channel_var_mean`).
 
 *Running statistics.* The next running mean and variance of a norm take some twenty kernels of a few channels, each of which costs a launch.
 Those of all norms in a program are computed in one instruction on concatenated vectors, where the last of them is written. Likewise the
@@ -48,10 +49,19 @@ import torch
 from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.pattern import MatchContext, Rewrite
-from sft.lower.custom_ops.statistics import channel_sums, running_mean, running_var, update_counters, update_running_statistics
+from sft.lower.custom_ops.statistics import (
+    biased_var_mean,
+    channel_sums,
+    channel_var_mean,
+    running_mean,
+    running_var,
+    update_counters,
+    update_running_statistics,
+)
 from sft.lower.program import Instruction, Slot
 
 __all__ = [
+    "match_channel_moments",
     "match_channel_sums",
     "match_convolution_relus",
     "match_counters",
@@ -68,6 +78,8 @@ _LEAST_UPDATES = 3
 _NUM_VECTORS = 8
 #: Sums of the columns of a wide row, in double precision.
 _SUMMED_ROW_BYTES = 2**18
+#: Elements from which moments of wide rows are faster, and scratch bytes of them.
+_LEAST_MOMENT_ELEMENTS, _MOMENT_ROW_BYTES = 2**21, 2**20
 #: Dimension of the rows of an image.
 _ROWS = 2
 
@@ -242,6 +254,26 @@ def match_channel_sums(context: MatchContext) -> Iterator[Rewrite]:
         scratch_bytes = max(call.scratch_bytes, _SUMMED_ROW_BYTES)
         sums = Instruction(channel_sums, (image, out.dtype), {}, (out,), (), 0, out.num_bytes, scratch_bytes, call.owner)
         yield Rewrite(removed=frozenset((at,)), inserted={at: (sums,)})
+
+
+def match_channel_moments(context: MatchContext) -> Iterator[Rewrite]:
+    """Variances and means of each channel, over all samples."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(biased_var_mean)):
+        (split, dims), (variance, mean) = call.arguments, call.outputs
+        view = context.def_use.maker(split)
+        if view is None or view.function is not aten.view.default or len(split.shape) not in (5, 6) or variance is None or mean is None:
+            continue
+        image = view.arguments[0]
+        is_over_samples = dims[0] == 0 or image.shape[0] == 1
+        is_large = prod(image.shape) >= _LEAST_MOMENT_ELEMENTS
+        if split.shape[1] != image.shape[1] or not is_large or not is_over_samples or not context.is_channels_last(image):
+            continue
+        scratch_bytes = max(call.scratch_bytes, _MOMENT_ROW_BYTES)
+        arguments = (image, variance.shape)
+        moments = Instruction(channel_var_mean, arguments, {}, call.outputs, (), 0, call.num_bytes, scratch_bytes, call.owner)
+        yield Rewrite(removed=frozenset((at,)), inserted={at: (moments,)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

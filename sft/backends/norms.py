@@ -28,7 +28,7 @@ from sft.backends.kernel_call import allocation, kernel_instruction
 from sft.backends.norm_calls import AffineCall, FrozenNormCall, MomentsCall, num_norm_splits
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
-from sft.lower.custom_ops.statistics import affine_channels, affine_gradient_sums
+from sft.lower.custom_ops.statistics import affine_channels, affine_gradient_sums, biased_var_mean
 from sft.lower.program import Instruction, Slot
 
 __all__ = [
@@ -235,7 +235,7 @@ def _rewrite_affine_gradients(context: MatchContext, at: int, call: Instruction)
 def match_moments(context: MatchContext) -> Iterator[Rewrite]:
     """Mean and variance of each channel, or group of channels, of a strip."""
     for at, call in enumerate(context.def_use.instructions):
-        if at not in context.claimed and getattr(call.function, "__name__", "") == "_var_mean":
+        if at not in context.claimed and call.function is biased_var_mean:
             rewrite = _rewrite_moments(context, at, call)
             if rewrite is not None:
                 yield rewrite

@@ -17,6 +17,7 @@ from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
 from sft.backends.library_fusion import (
+    match_channel_moments,
     match_channel_sums,
     match_convolution_relus,
     match_counters,
@@ -50,6 +51,7 @@ _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_frozen_norm_image_gradients,
     match_half_affine_gradients,
     match_half_affines,
+    match_channel_moments,
     match_channel_sums,
     match_padded_average_pool_gradients,
     match_running_statistics,

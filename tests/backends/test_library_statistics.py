@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,19 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
+from sft.backends import library_fusion
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
 from sft.lower.custom_ops import statistics
-from sft.lower.custom_ops.statistics import channel_sums, running_mean, running_var, update_counters, update_running_statistics
+from sft.lower.custom_ops.statistics import (
+    biased_var_mean,
+    channel_sums,
+    channel_var_mean,
+    running_mean,
+    running_var,
+    update_counters,
+    update_running_statistics,
+)
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
 from tests.helpers.problems import problem_of, with_resources
@@ -111,6 +121,63 @@ def test_sums_of_channels_are_those_of_wide_rows(
     x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
     with patch.object(statistics, "_WIDE_ROW", row_elements), patch.object(statistics, "_LEAST_ELEMENTS", 0):
         torch.testing.assert_close(channel_sums(x, torch.float64), x.double().sum((0, 2, 3)))
+
+
+@given(
+    samples=st.integers(1, 3),
+    channels=st.sampled_from([1, 3, 64, 1000]),
+    extents=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    is_channels_last=st.booleans(),
+    row_elements=st.sampled_from([8, 256, 2**15]),
+    offset=st.sampled_from([0.0, 1000.0]),
+)
+def test_moments_of_channels_are_those_of_wide_rows(
+    samples: int, channels: int, extents: tuple[int, int], is_channels_last: bool, row_elements: int, offset: float
+) -> None:
+    x = offset + torch.arange(channels)[:, None, None] + torch.randn(samples, channels, *extents)
+    x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
+    with patch.object(statistics, "_WIDE_ROW", row_elements):
+        results = channel_var_mean(x.double(), (1, channels)), channel_var_mean(x, (channels,))
+    expected = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    for (mine, single), other in zip(zip(*results, strict=True), expected, strict=True):
+        torch.testing.assert_close(mine[0], other, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(single.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_moments_of_strips_are_those_of_wide_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
+    monkeypatch.setattr(statistics, "_WIDE_ROW", 64)
+    monkeypatch.setattr(library_fusion, "_LEAST_MOMENT_ELEMENTS", 1)
+    monkeypatch.setattr(library_fusion, "_MOMENT_ROW_BYTES", 2**13)
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4)
+    model = nn.Sequential(*layers).to(dtype)
+    x = torch.randn(1, 3, 33, 21).to(dtype).contiguous(memory_format=torch.channels_last)
+    net: Any = sft.compile(copy.deepcopy(model), x, budget="1GiB", options=sft.Options(tile=(8, None)))
+    (y := net(x)).double().square().sum().backward()
+    (prepared,) = net._sft_engine.plan_cache.prepared.values()
+    programs = [program for segment in prepared.region.segments for program in segment.lowered_programs]
+    calls = Counter(instruction.function for program in programs for instruction in program.instructions)
+    assert calls[channel_var_mean] and not calls[biased_var_mean]
+    exact = model.double()
+    (expected := exact(x.double())).square().sum().backward()
+    if dtype == torch.bfloat16:  # gradients of biases before a norm are rounding errors
+        torch.testing.assert_close(y.double(), expected, rtol=0.1, atol=0.1)
+        return
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    for mine, other in zip(net.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_moments_of_wide_rows_on_a_gpu(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 64, 200, 333, dtype=dtype, device="cuda").contiguous(memory_format=torch.channels_last)
+    expected = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    for mine, other in zip(channel_var_mean(x, (64,)), expected, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_half_precision_are_rounded_once() -> None:

@@ -27,6 +27,7 @@ from sft.common.errors import InternalError
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import NodeContext, SegmentInfo
 from sft.lower.custom_ops import FUNCTIONS
+from sft.lower.custom_ops.statistics import biased_var_mean
 from sft.lower.program import Slot
 from sft.lower.rules.base import AdditivePart, ReductionRule, Rule
 
@@ -103,7 +104,7 @@ class MomentsRule(ReductionRule):
         dims = [*(() if per_sample else (0,)), *range(axis, len(strip.shape))]
         shape = strip.shape[0 if per_sample else 1 : axis]
         variance, mean = builder.slot(shape), builder.slot(shape)
-        builder.call_many(_var_mean, (strip, dims), (variance, mean))
+        builder.call_many(biased_var_mean, (strip, dims), (variance, mean))
         count = (1 if per_sample else batch) * math.prod(channels) // groups * math.prod(extents)
         full = (batch if per_sample else 1, groups)
         variance, mean = (builder.call(aten.view.default, s, list(full), shape=full, view_of=s) for s in (variance, mean))
@@ -155,10 +156,6 @@ class WholeMomentsRule(MomentsRule):
 
 def _column(builder: ProgramBuilder, slot: Slot, index: int) -> Slot:
     return builder.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
-
-
-def _var_mean(value: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.var_mean(value, dims, correction=0)
 
 
 class AffineRule(Rule):

@@ -13,19 +13,19 @@ import dataclasses
 import functools
 import types
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.frontend.module_state import PLAIN_TYPES, exact_key
 from sft.analysis.frontend.state_snapshot import user_attributes
 from sft.analysis.frontend.trace_context import is_fsdp_hook
 from sft.common.callable_references import CallableReferences, Identity
-from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.module_snapshot import PLAIN_TYPES, ModuleSnapshot, exact_key
 
 __all__ = ["Fingerprint", "module_fingerprint"]
 
@@ -37,6 +37,8 @@ _MAX_BYTES = 1 << 16
 
 #: Types whose values are interchangeable where they are equal.
 _LITERAL_TYPES = frozenset({bool, int, type(None), str})
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 
@@ -53,36 +55,40 @@ def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
     >>> module_fingerprint(ModuleSnapshot(model)) == before
     False
     """
-    reader = _FingerprintReader({id(module) for module in contents.modules.values()})
-    return tuple(reader.of_module(path, module) for path, module in contents.named_modules)
+    reader = _FingerprintReader([*contents.modules.values(), *contents.tensors.values()])
+    tensors = tuple((*map(_shape_of, contents.tensors.values()), *map(_dtype_of, contents.tensors.values())))
+    hooks = tuple((path, reader.of_hooks(module)) for path, module in contents.hooked.items())
+    return contents.structure.key, tensors, tuple(map(reader.of_value, contents.open_values)), hooks
 
 
 class _FingerprintReader:
-    """Reads modules. Objects are numbered, so that the fingerprint shows which names share a tensor."""
+    """Reads attributes and hooks. Objects are numbered, so that the fingerprint shows which names share one.
 
-    def __init__(self, registered: Collection[int]) -> None:
-        self._registered, self._numbers, self._open = registered, dict[int, int](), set[int]()
+    Args:
+        registered: the modules and tensors of the model, in an order that its structure determines.
+    """
 
-    def of_module(self, path: str, module: nn.Module, *, is_loose: bool = False) -> Fingerprint:
-        """Fingerprint of one module; ``is_loose`` for a module in a plain container, which PyTorch has not registered."""
-        tensors = [
-            (name, self._of_tensor(t, is_loose=is_loose))
-            for registry in (module._parameters, module._buffers)
-            for name, t in registry.items()
-        ]
-        values = [(name, self._of_value(value)) for name, value in user_attributes(module)]
-        hooks: list[Any] = []
-        if (module._forward_hooks or module._forward_pre_hooks) and (path or is_loose):
-            hooks = [self._of_hook(hook) for hook in module._forward_pre_hooks.values()]
-            hooks += ["forward", *(self._of_hook(hook) for hook in module._forward_hooks.values())]
-        return path, type(module), self._number(module), tuple(tensors), tuple(values), tuple(hooks)
+    def __init__(self, registered: Sequence[Any]) -> None:
+        self._numbers, self._open = dict(zip(map(id, registered), range(len(registered)), strict=True)), set[int]()
+
+    def of_hooks(self, module: nn.Module) -> Fingerprint:
+        """Forward hooks of a module, in the order of their calls."""
+        before, after = (tuple(map(self._of_hook, hooks.values())) for hooks in (module._forward_pre_hooks, module._forward_hooks))
+        return before, after
+
+    def _of_loose_module(self, path: str, module: nn.Module) -> Fingerprint:
+        """Fingerprint of a module in a plain container, which PyTorch has not registered."""
+        registries = (module._parameters, module._buffers)
+        tensors = [(name, self._of_tensor(t, is_loose=True)) for registry in registries for name, t in registry.items()]
+        values = [(name, self.of_value(value)) for name, value in user_attributes(module)]
+        return path, type(module), self._number(module), tuple(tensors), tuple(values), self.of_hooks(module)
 
     def _of_hook(self, hook: Any) -> Any:
         """A hook and the values that it carries in closures, defaults and bound objects."""
         if is_fsdp_hook(hook):
             return None
         carried = CallableReferences.of(hook, with_globals=False).values
-        return Identity(hook), tuple(self._of_value(reference.value, is_loose=True) for reference in carried)
+        return Identity(hook), tuple(self.of_value(reference.value, is_loose=True) for reference in carried)
 
     def _number(self, value: Any) -> int:
         return self._numbers.setdefault(id(value), len(self._numbers))
@@ -94,7 +100,8 @@ class _FingerprintReader:
         # A capture keeps the values of a loose tensor as a constant, so its address is not reused.
         return (*key, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else key
 
-    def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
+    def of_value(self, value: Any, *, is_loose: bool = False) -> Any:
+        """Fingerprint of an attribute, or with ``is_loose`` of an object in a container."""
         kind = type(value)
         if kind in _LITERAL_TYPES:  # the common case
             return kind, value
@@ -105,9 +112,9 @@ class _FingerprintReader:
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
         if isinstance(value, nn.Module):
-            if id(value) in self._registered or id(value) in self._numbers:
+            if id(value) in self._numbers:
                 return self._number(value)
-            return tuple(self.of_module(path, module, is_loose=True) for path, module in value.named_modules())
+            return tuple(self._of_loose_module(path, module) for path, module in value.named_modules())
         if isinstance(value, bytearray):
             return bytes(value)
         if isinstance(value, np.ndarray):
@@ -123,13 +130,13 @@ class _FingerprintReader:
 
     def _of_container(self, value: Any) -> Any:
         if isinstance(value, (tuple, list, deque)):
-            return (type(value), *(self._of_value(item, is_loose=True) for item in value))
+            return (type(value), *(self.of_value(item, is_loose=True) for item in value))
         if isinstance(value, (set, frozenset)):
-            return type(value), frozenset(self._of_value(item, is_loose=True) for item in value)
+            return type(value), frozenset(self.of_value(item, is_loose=True) for item in value)
         if dataclasses.is_dataclass(value):
             value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         elif isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
             value = vars(value)
         if isinstance(value, dict):
-            return (dict, *((self._of_value(key), self._of_value(item, is_loose=True)) for key, item in value.items()))
+            return (dict, *((self.of_value(key), self.of_value(item, is_loose=True)) for key, item in value.items()))
         return None

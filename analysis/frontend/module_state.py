@@ -21,16 +21,15 @@ from torch import nn
 
 from sft.analysis.frontend.state_snapshot import preserve_model_state, restore_container, user_attributes
 from sft.common.errors import UnsupportedError
+from sft.common.module_snapshot import PLAIN_TYPES
 
 __all__ = [
     "HOOK_KINDS",
-    "PLAIN_TYPES",
     "AttributeChangeHook",
     "AttributeChanges",
     "AttributeOwner",
     "ObjectChangeHook",
     "ObjectChanges",
-    "exact_key",
     "is_hook_registry",
     "is_plain",
     "override_attributes",
@@ -58,18 +57,6 @@ _FORWARD_REGISTRIES = (
 
 #: New values of plain attributes, and of the dictionaries of forward hooks, by the module and the attribute's name.
 AttributeChanges = dict[tuple[nn.Module, str], Any]
-
-#: Types without identity: two values of a type that are equal are interchangeable.
-PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def exact_key(value: Any) -> Any:
-    """A key that is equal for identical plain values only: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals NaN.
-
-    >>> exact_key(1) == exact_key(1.0), exact_key(0.0) == exact_key(-0.0), exact_key(float("nan")) == exact_key(float("nan"))
-    (False, False, True)
-    """
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sft.common.callable_references import CallableReferences, function_of
+from sft.common.module_snapshot import MODULE_INTERNALS
 from sft.common.torch_internals import FakeTensor, FunctionalTensor
 
 __all__ = ["REGISTRIES", "preserve_model_state", "restore_container", "user_attributes"]
@@ -50,13 +51,9 @@ _WEAK_CONTAINERS: Any = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.Wea
 _MISSING = object()
 
 
-#: Attributes of every module, registries included.
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
-
-
 def user_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes of a module other than those of every module."""
-    return ((name, value) for name, value in vars(module).items() if name not in _MODULE_INTERNALS)
+    return ((name, value) for name, value in vars(module).items() if name not in MODULE_INTERNALS)
 
 
 @contextlib.contextmanager
@@ -78,7 +75,7 @@ class _ContainerState:
         modules = list(model.modules())
         self._classes = [(module, type(module)) for module in modules]
         for module in modules:
-            for container in (vars(module), *(vars(module).get(name) for name in _MODULE_INTERNALS)):
+            for container in (vars(module), *(vars(module).get(name) for name in MODULE_INTERNALS)):
                 if isinstance(container, (dict, set)):
                     self._snapshots[id(container)] = container, _shallow_copy(container)
         for module in modules:

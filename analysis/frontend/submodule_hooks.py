@@ -35,12 +35,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.frontend.module_state import HOOK_KINDS, PLAIN_TYPES, exact_key
+from sft.analysis.frontend.module_state import HOOK_KINDS
 from sft.analysis.frontend.state_snapshot import user_attributes
 from sft.analysis.frontend.trace_context import REPARAMETRIZATION_HOOKS, is_fsdp_hook
 from sft.common.callable_references import CallableReferences, Identity, Reference, attribute_names, code_names, function_of, package_of
 from sft.common.errors import UnsupportedError
-from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.module_snapshot import PLAIN_TYPES, ModuleSnapshot, exact_key
 
 __all__ = ["check_hook_kinds", "watch_submodule_hooks"]
 
@@ -56,8 +56,7 @@ def check_hook_kinds(contents: ModuleSnapshot) -> None:
     problems = [
         f"{path}: {type(module).__name__} has a {HOOK_KINDS[kind]}; no full gradient of an activation exists in a compiled model, so hooks "
         "on submodules do not run in its backward pass, remove it"
-        for path, module in contents.modules.items()
-        if path
+        for path, module in contents.hooked.items()
         for kind in ("backward", "backward_pre")
         if any(not is_fsdp_hook(hook) for hook in vars(module)[f"_{kind}_hooks"].values())
     ]

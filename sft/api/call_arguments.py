@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.frontend.module_state import PLAIN_TYPES, exact_key
 from sft.api.inputs import InputShape, is_streamable_input
 from sft.common.byte_units import is_integer
 from sft.common.errors import InputError
+from sft.common.module_snapshot import PLAIN_TYPES, exact_key
 from sft.common.torch_internals import pytree
 
 __all__ = ["CallArguments", "CallStructure", "bind_arguments", "bind_shapes", "describes_shapes", "use_structure"]

@@ -32,7 +32,7 @@ from sft.api.proposals import propose
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream
 from sft.common.errors import BudgetError, InputError
-from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.module_snapshot import ModuleSnapshot, ModuleStructure
 from sft.common.process_lock import patch_lock
 from sft.common.torch_internals import copy_tensors, pytree
 from sft.common.transform_checks import autocast_dtype, refuse_cached_updates
@@ -114,11 +114,12 @@ class Engine:
         self.last_plan: Plan | None = None
         self.last_reading: Reading | None = None
         self.last_skipping: Skipping | None = None
+        self._structure: ModuleStructure | None = None
         self._active_graphs = ActiveGraphs()
         self._device_pool = DevicePool()
         limits = limits or MemoryLimits()
         if limits.budget_note and isinstance(mesh, LiveMesh):
-            self.rank_context = RankContext(mesh, self._device(ModuleSnapshot(model)))
+            self.rank_context = RankContext(mesh, self._device(self._snapshot()))
             own_bytes, budget_bytes = budget_bytes, self.rank_context.minimum(budget_bytes)
             limits = limits.on_ranks(own_bytes, budget_bytes, mesh.shape.num_ranks)
         self.settings = CompileSettings(
@@ -150,13 +151,13 @@ class Engine:
             hints: further facts about each input.
             structure: containers, keywords and constants of the calls.
         """
-        snapshot = ModuleSnapshot(self.model)
+        snapshot = self._snapshot()
         return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, hints, structure)).plan
 
     @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Plan:
         """The plan that a call with these inputs would use."""
-        snapshot = ModuleSnapshot(self.model)
+        snapshot = self._snapshot()
         resolved, lacking = self._resolve(snapshot, inputs, input_grad)
         specs = [value.spec for value in resolved]
         return self._prepared(snapshot, lambda now: self._signature(now, specs, lacking, structure)).plan
@@ -166,20 +167,20 @@ class Engine:
         self, shapes: Sequence[Shape], hints: Sequence[InputHint] | None = None, structure: CallStructure | None = None
     ) -> PhasedGraph:
         """The captured graph with all sizes as numbers, for inputs of these shapes; nothing is planned."""
-        snapshot = ModuleSnapshot(self.model)
+        snapshot = self._snapshot()
         return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, hints, structure), snapshot)
 
     @patch_lock()
     def specialize_for_inputs(self, inputs: Sequence[Any], structure: CallStructure | None = None) -> PhasedGraph:
         """The captured graph with all sizes as numbers, for a call with these inputs; nothing is planned."""
-        snapshot = ModuleSnapshot(self.model)
+        snapshot = self._snapshot()
         resolved, lacking = self._resolve(snapshot, inputs, None)
         return self.plan_cache.specialize(self._signature(snapshot, [value.spec for value in resolved], lacking, structure), snapshot)
 
     def replan(self, budget_bytes: int, options: Options) -> Plan:
         """The plan of the latest signature for another budget and other options. Captures are shared; no cached plan changes."""
         signature, _ = self.plan_cache.latest
-        return self.plan_cache.with_settings(budget_bytes, options).get_or_prepare(signature, ModuleSnapshot(self.model)).plan
+        return self.plan_cache.with_settings(budget_bytes, options).get_or_prepare(signature, self._snapshot()).plan
 
     def phases(self) -> PhasedGraph:
         """Phases of the latest capture that was planned."""
@@ -205,7 +206,7 @@ class Engine:
             is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
             if streamed is not None or not is_planned:
                 return streamed
-        return StreamedParameters.of(self.model, self._device(ModuleSnapshot(self.model)), options.weights_file)
+        return StreamedParameters.of(self.model, self._device(self._snapshot()), options.weights_file)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Engine:
         if not isinstance(mesh, LiveMesh):
             raise InputError("this model was compiled for a mesh without processes: it only plans; give a DeviceMesh to run it")
         if self.rank_context is None:
-            self.rank_context = RankContext(mesh, self._device(ModuleSnapshot(self.model)))
+            self.rank_context = RankContext(mesh, self._device(self._snapshot()))
         return self.rank_context
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -283,8 +284,8 @@ class Engine:
             self.stream_weights()
         if self.streamed_weights is not None:
             self.streamed_weights.check()
-        snapshot = ModuleSnapshot(self.model)
         with patch_lock():
+            snapshot = self._snapshot()
             resolved, lacking = self._resolve(snapshot, inputs, input_grad)
             specs = [value.spec for value in resolved]
             signature = self._signature(snapshot, specs, lacking, structure)
@@ -407,7 +408,13 @@ class Engine:
         try:
             return self.plan_cache.get_or_prepare(signature_of(snapshot), snapshot)
         except BudgetError as error:
-            raise propose(error, self.plan_cache, lambda: signature_of(ModuleSnapshot(self.model))) from None
+            raise propose(error, self.plan_cache, lambda: signature_of(self._snapshot())) from None
+
+    def _snapshot(self) -> ModuleSnapshot:
+        """Modules and tensors of the model at this moment."""
+        snapshot = ModuleSnapshot(self.model, self._structure)
+        self._structure = snapshot.structure
+        return snapshot
 
     def _dtype(self, snapshot: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if snapshot.dtype is None else snapshot.dtype

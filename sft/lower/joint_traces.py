@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sft.analysis.frontend.module_state import exact_key
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import without_autograd_debugging
 from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
+from sft.common.module_snapshot import exact_key
 from sft.common.torch_internals import OpOverload, op_schema, storage_id
 from sft.lower.custom_ops import BY_SHAPE, EXACT_STORAGE, FUNCTIONS
 from sft.lower.op_recorder import ArgumentSpec, OpRecording, RecordedOp, record_ops

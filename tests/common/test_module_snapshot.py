@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -28,7 +30,9 @@ class _Tied(nn.Module):
 def test_the_snapshot_has_the_modules_and_tensors_of_torch() -> None:
     model = seeded(_Tied).float()
     contents = ModuleSnapshot(model)
-    assert contents.named_modules == list(model.named_modules(remove_duplicate=False))
+    modules = [*contents.modules.values()]
+    named_modules = [(path, modules[position]) for path, position in contents.structure.named_modules]
+    assert named_modules == list(model.named_modules(remove_duplicate=False))
     assert list(contents.modules.items()) == list(model.named_modules())
     for found, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
         assert [id(tensor) for tensor in found] == [id(tensor) for tensor in wanted]
@@ -49,4 +53,21 @@ def test_numbers_are_those_of_the_first_tensor_that_has_any() -> None:
 def test_a_module_that_contains_itself_is_visited_once() -> None:
     model = chain(nn.Conv2d(3, 4, 1), nn.ReLU())
     model[1].around = model
-    assert [name for name, _ in ModuleSnapshot(model).named_modules] == ["", "0", "1"]
+    assert [name for name, _ in ModuleSnapshot(model).structure.named_modules] == ["", "0", "1"]
+
+
+def test_a_structure_is_taken_over_and_keeps_no_module_and_no_tensor_alive() -> None:
+    model = chain(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    first = ModuleSnapshot(model)
+    structure = first.structure
+    model.eval()
+    model[0].weight.requires_grad_(False)
+    assert ModuleSnapshot(model, structure).structure is structure
+    replaced = weakref.ref(model[0].weight), weakref.ref(model[1])
+    model[0].weight = nn.Parameter(torch.zeros(4, 3, 1, 1))
+    again = ModuleSnapshot(model, structure)
+    assert again.structure is structure and again.tensors["0.weight"] is model[0].weight
+    model[1] = nn.BatchNorm2d(4)
+    del first, again
+    assert [reference() for reference in replaced] == [None, None]
+    assert ModuleSnapshot(model, structure).structure is not structure

@@ -27,11 +27,10 @@ from torch import nn
 from sft.analysis.frontend.call_mode_guards import CallModes
 from sft.analysis.frontend.capture import Capture, capture
 from sft.analysis.frontend.fingerprint import module_fingerprint
-from sft.analysis.frontend.module_state import PLAIN_TYPES
 from sft.analysis.frontend.state_snapshot import user_attributes
 from sft.analysis.ir.graph import Graph
 from sft.api import capture_cache
-from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.module_snapshot import PLAIN_TYPES, ModuleSnapshot
 
 __all__ = ["numbered", "one_capture_a_model", "remembered_captures", "separate_captures", "share_captures"]
 

@@ -191,6 +191,11 @@ class Graph:
         return tuple(node.name for node in self.nodes if node.kind == "input")
 
     @cached_property
+    def leaves(self) -> tuple[Node, ...]:
+        """The nodes that are not operators, in order."""
+        return tuple(node for node in self.nodes if node.kind != "operator")
+
+    @cached_property
     def seeds(self) -> tuple[str, ...]:
         """Names of the seeds of random numbers: none or one."""
         return tuple(node.name for node in self.nodes if node.kind == "seed")

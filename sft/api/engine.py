@@ -309,7 +309,7 @@ class Engine:
         graph, sharding = prepared.captured.phases.graph, self.settings.sharding
         by_name = dict(zip(graph.inputs, inputs, strict=True))
         tensors: dict[str, torch.Tensor] = {}
-        for node in graph.nodes:
+        for node in graph.leaves:
             if node.kind == "input":
                 tensor = by_name[node.name].tensor
                 if tensor is not None:
@@ -319,15 +319,15 @@ class Engine:
             elif node.kind == "seed":
                 seed = seed_tensor(draw_seed(), self._device(snapshot))
                 tensors[node.name] = seed if self.rank_context is None else self.rank_context.broadcast_seed(seed)
-            elif node.kind != "operator":
+            else:
                 constant = prepared.captured.capture.constants.get(node.target)
                 tensors[node.name] = resolve_tensor(self.model, node.target) if constant is None else constant
-        paths = {path for _, path in prepared.captured.capture.graph.updates}
         return RegionInputs(
             names=tuple(tensors),
             tensors=tuple(tensors.values()),
             device=self._device(snapshot),
-            updated=frozenset(node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths),
+            updated=prepared.updated_buffers,
+            new_buffers=prepared.new_buffers,
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             version_guards=tuple(value.version_guard for value in inputs if value.version_guard is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},

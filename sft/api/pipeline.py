@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ class PreparedPlan:
     constant_outputs: tuple[tuple[int, Any], ...]
     resources: PlanResources = field(default_factory=PlanResources)
     retain_check: RetainedGraphCheck | None = None
+
+    @cached_property
+    def updated_buffers(self) -> frozenset[str]:
+        """Names of the buffers that a call overwrites."""
+        paths = {path for _, path in self.captured.capture.graph.updates}
+        return frozenset(node.name for node in self.captured.phases.graph.leaves if node.kind == "buffer" and node.target in paths)
+
+    @cached_property
+    def new_buffers(self) -> frozenset[str]:
+        """Names of the values that become the content of buffers and are not outputs of the model."""
+        graph = self.captured.capture.graph
+        return frozenset(name for name, _ in graph.updates).difference(graph.outputs)
 
 
 @contextlib.contextmanager

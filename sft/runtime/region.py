@@ -114,6 +114,20 @@ class Region:
             schedule=self.schedule,
         )
 
+    def reachable_values(self, outputs: frozenset[str]) -> frozenset[str]:
+        """Values that a gradient of these outputs reaches; computed once for each set of outputs."""
+        if outputs not in self._reachable_values:
+            reached = set(outputs)
+            for node in reversed(self.graph.nodes):
+                if node.name in reached:
+                    reached.update(name for name in node.operands if name in self.requires_grad)
+            self._reachable_values[outputs] = frozenset(reached)
+        return self._reachable_values[outputs]
+
+    @cached_property
+    def _reachable_values(self) -> dict[frozenset[str], frozenset[str]]:
+        return {}
+
     def output_shape(self, name: str) -> tuple[int, ...]:
         """Shape of an output, and of its gradient, as the caller sees it."""
         return self.shapes[name]

@@ -71,9 +71,11 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
     anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
     without_tensors = replace(inputs, tensors=(), version_guards=())  # autograd's context must not keep the tensors that autograd watches
-    results = _RegionFunction.apply(region, without_tensors, hosts, *tensors, *inputs.version_guards, *anchor)  # type: ignore[no-untyped-call]  # as torch leaves it
-    computed = [name for name in region.outputs if name not in leaves]
-    return {**{name: leaves[name] for name in region.outputs if name in leaves}, **dict(zip(computed, results, strict=True))}
+    outputs = {name: leaves[name] for name in region.outputs if name in leaves}
+    arguments = (region, without_tensors, hosts, outputs, *tensors, *inputs.version_guards, *anchor)
+    results = _RegionFunction.apply(*arguments)  # type: ignore[no-untyped-call]  # as torch leaves it
+    outputs.update(zip((name for name in region.outputs if name not in outputs), results, strict=True))
+    return outputs
 
 
 def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torch.Tensor], *, keep: bool) -> RecordedCall | None:
@@ -85,7 +87,7 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
 
     def run(leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> tuple[dict[str, torch.Tensor], Tape]:
         with torch.no_grad(), inputs.pass_settings(region), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
-            outputs, tape = region.forward(machine, leaves, keep=keep)
+            outputs, tape = region.forward(machine, _detached(leaves), keep=keep)
             if offloader is not None:
                 offloader.finish(tape.copies.by_target.values())
             return outputs, tape
@@ -94,6 +96,7 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
         leaves,
         run,
         keep=keep,
+        uncopied=inputs.new_buffers,
         release=inputs.device_pool.release if inputs.has_pool else lambda: None,
         make_offloader=partial(inputs.make_offloader, is_recorded=True) if keep or region.direct else lambda: None,
     )
@@ -136,6 +139,11 @@ def _detach_tape(
     return {name: values[name]._version for name in watched}
 
 
+def _detached(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leaves without their graphs: a tape must not keep these alive."""
+    return {name: tensor.detach() for name, tensor in leaves.items()}
+
+
 def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
     return output.tensor if isinstance(output, HostOutput) else output
 
@@ -143,17 +151,24 @@ def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
+        ctx: Any,
+        region: Region,
+        inputs: RegionInputs,
+        hosts: Mapping[str, HostOutput],
+        others: dict[str, torch.Tensor],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
-        computed = [name for name in region.outputs if name not in leaves]
+        """The outputs that a caller sees. ``others`` has the leaves among the outputs; new contents of buffers are added to it."""
+        leaves = dict(zip(inputs.names, tensors, strict=False))
+        computed = [name for name in region.outputs if name not in leaves and name not in inputs.new_buffers]
         ctx.recorded, ctx.tape, ctx.offloader, ctx.versions = _replay_forward(region, inputs, leaves, keep=True), None, None, {}
         if ctx.recorded is None:
             offloader = ctx.offloader = inputs.make_offloader()
-            outputs, ctx.tape = _forward_with_tape(region, inputs, leaves, hosts, offloader)
+            outputs, ctx.tape = _forward_with_tape(region, inputs, _detached(leaves), hosts, offloader)
             ctx.versions = _detach_tape(ctx.tape, outputs, computed, {*leaves, *inputs.sources}, hosts)
         else:
             outputs, ctx.recorded.outputs = ctx.recorded.outputs, {}
+        others.update((name, outputs[name]) for name in region.outputs if name in inputs.new_buffers)
         is_updated = [name in inputs.updated for name in inputs.names]
         ctx.save_for_backward(*(None if updated else tensor for updated, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
@@ -178,11 +193,11 @@ class _RegionFunction(torch.autograd.Function):
         with torch.no_grad(), ctx.inputs.backward_context():
             input_grads = _differentiate(ctx, output_grads)
         if not torch.is_grad_enabled():
-            return (None, None, None, *input_grads)
+            return (None, None, None, None, *input_grads)
         # create_graph=True. Torch's own once_differentiable returns constants if the incoming gradient is one.
         leaves = [None if grad is None else grad.detach().requires_grad_() for grad in input_grads]
         guarded: Any = _OnceDifferentiable.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return (None, None, None, *guarded)
+        return (None, None, None, None, *guarded)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -227,13 +242,13 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     inputs: RegionInputs = ctx.inputs
     tensors, consume = ctx.saved_tensors, not task_retains_graph()
     _check_before_backward(ctx, consume=consume)
-    leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
+    leaves = {name: tensor for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
     output_grads, reached = _grads_of_outputs(ctx, grads)
     if inputs.weights is not None:  # their gradients are used during the pass
         reached -= unneeded_grads(ctx, inputs.names)
     leaf_grads = _replay_backward(ctx, leaves, output_grads, consume=consume)
     if leaf_grads is None:
-        leaf_grads = _run_backward(ctx, leaves, output_grads, reached, consume=consume)
+        leaf_grads = _run_backward(ctx, _detached(leaves), output_grads, reached, consume=consume)
         if inputs.has_pool:
             _move_lasting_grads(region, inputs, tensors, leaf_grads)
     return _grads_of_tensors(ctx, leaf_grads, reached)
@@ -242,9 +257,10 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
 def _grads_of_outputs(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Gradients of the differentiable outputs, and the values that they reach; empties the list of gradients of all outputs."""
     region, device = ctx.region, ctx.inputs.device
-    by_output = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
+    by_output = {name: None for name in region.outputs if name in ctx.inputs.new_buffers} | dict(zip(ctx.computed, grads, strict=True))
+    by_output = {name: grad for name, grad in by_output.items() if name in region.requires_grad}
     grads.clear()
-    reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
+    reached = region.reachable_values(frozenset(name for name, grad in by_output.items() if grad is not None))
     devices = {name: torch.device("cpu") if name in region.host_outputs else device for name in by_output}
     return {name: _materialize_grad(grad, region, name, devices[name]) for name, grad in by_output.items()}, reached
 
@@ -263,7 +279,7 @@ def _replay_backward(
     if leaf_grads is None:
         ctx.recorded = None
         offloader = inputs.make_offloader()
-        tape = _recompute_tape(ctx.region, inputs, leaves, offloader)
+        tape = _recompute_tape(ctx.region, inputs, _detached(leaves), offloader)
         if not consume:
             inputs.check_retain_graph()
         ctx.tape, ctx.offloader = tape, offloader
@@ -384,15 +400,6 @@ def _quiesce_on_error(offloader: HostOffloader | None) -> Iterator[None]:
         if offloader is not None:
             offloader.quiesce()
         raise
-
-
-def _reachable_values(region: Region, outputs: Collection[str]) -> frozenset[str]:
-    """Values that a gradient of these outputs reaches."""
-    reached = set(outputs)
-    for node in reversed(region.graph.nodes):
-        if node.name in reached:
-            reached.update(name for name in node.operands if name in region.requires_grad)
-    return frozenset(reached)
 
 
 def _materialize_grad(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:

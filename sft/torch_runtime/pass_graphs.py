@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -146,18 +146,18 @@ class _Recording:
     def run(self, values: Mapping[str, Tensor]) -> None:
         """Replay the pass on values."""
         with _recording_mode():
-            for name, tensor in self.inputs.items():
-                tensor.copy_(values[name])
+            copy_tensors([*self.inputs.values()], [values[name] for name in self.inputs])
             self.replay()
         if LISTENERS and not self.is_new:
             note_flops(self.flops)
         self.is_new = False
 
-    def copy_results(self) -> dict[str, Tensor]:
-        """Copies of the results, which the next replay does not overwrite."""
-        copies = {name: torch.empty_like(result) for name, result in self.results.items()}
-        copy_tensors([*copies.values()], [*self.results.values()])
-        return copies
+    def copy_results(self, uncopied: Collection[str] = ()) -> dict[str, Tensor]:
+        """The results, which the next replay does not overwrite, except for the uncopied ones."""
+        results = {name: result for name, result in self.results.items() if name not in uncopied}
+        copies = [*map(torch.empty_like, results.values())]
+        copy_tensors(copies, [*results.values()])
+        return {**self.results, **dict(zip(results, copies, strict=True))}
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -192,7 +192,7 @@ class RecordedCall:
     """A forward pass that was replayed, and its backward pass.
 
     Attributes:
-        outputs: its outputs, in memory of their own; taken by the caller.
+        outputs: its outputs, in memory of their own except for uncopied ones; taken by the caller.
         is_pending: true until the last backward pass has run.
     """
 
@@ -248,6 +248,7 @@ class PassGraphs:
         run: RunForward,
         *,
         keep: bool,
+        uncopied: Collection[str] = (),
         release: Callable[[], None] = lambda: None,
         make_offloader: Callable[[], HostOffloader | None] = lambda: None,
     ) -> RecordedCall | None:
@@ -257,6 +258,7 @@ class PassGraphs:
             leaves: inputs, weights and buffers by name.
             run: runs the pass without a graph, to record it.
             keep: true if a backward pass follows.
+            uncopied: outputs that the caller reads before the next call; they stay in memory of the recording.
             release: frees the memory of passes without graphs, before a recording.
             make_offloader: makes the copies on the host of a recording; ``None`` if it has none.
         """
@@ -277,7 +279,7 @@ class PassGraphs:
                 return None
             step.forward.run(leaves)
             self.num_replays += 1
-            call = RecordedCall(step.forward.copy_results(), is_pending=keep, _step=step, _graphs=self)
+            call = RecordedCall(step.forward.copy_results(uncopied), is_pending=keep, _step=step, _graphs=self)
             step.call = weakref.ref(call)
             return call
 
@@ -303,8 +305,8 @@ class PassGraphs:
         self, leaves: Mapping[str, Tensor], run: RunForward, make_offloader: Callable[[], HostOffloader | None], keep: bool
     ) -> _RecordedStep | None:
         """The recording for these weights; ``None`` if there is none."""
-        addresses = tuple((name, leaves[name].data_ptr(), leaves[name].stride()) for name in sorted(self.fixed) if name in leaves)
-        key = (*addresses, torch.backends.cudnn.enabled, *kernel_settings().values())
+        fixed = [leaf for name, leaf in leaves.items() if name in self.fixed]  # in one order, that of the plan
+        key = (*map(Tensor.data_ptr, fixed), *map(Tensor.stride, fixed), torch.backends.cudnn.enabled, *kernel_settings().values())
         if self._step is not None and self._step.key == key:
             return self._step
         self._step = None

@@ -54,6 +54,7 @@ class RegionInputs:
         tensors: resident inputs, parameters and buffers.
         device: device of the region.
         updated: buffers that are overwritten right after the forward pass; the backward pass does not read them.
+        new_buffers: outputs of the region that are the new contents of buffers only. The caller copies them at once.
         sources: sources of the inputs that are not resident, by value name.
         version_guards: tensors that back such sources; changing one between forward and backward raises, as for all tensors.
         sinks: factories of the gradient sinks of such inputs that need a gradient, called once for each backward pass.
@@ -73,6 +74,7 @@ class RegionInputs:
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
     updated: frozenset[str] = frozenset()
+    new_buffers: frozenset[str] = frozenset()
     sources: Mapping[str, Source] = field(default_factory=dict)
     version_guards: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)

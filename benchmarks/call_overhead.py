@@ -56,6 +56,7 @@ def _check_step(net: Any, x: Tensor) -> None:
     for each in (plain, compiled):
         each(x.double()).sum().backward()
     for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
         if not torch.allclose(ours.grad, theirs.grad, rtol=1e-8, atol=1e-10):
             raise SystemExit(f"the gradient of {name} is not that of plain PyTorch: no times")
 
@@ -147,8 +148,8 @@ def main() -> int:
     table = Table(title="Milliseconds of processor time", headers=("call", "commit", "median", "least", "greatest"), rows=rows(results))
     notes = (
         f"ResNet-18 in training mode with {_WIDTH} channels in its first stage, {_SHAPE}, float32, and in evaluation mode for the "
-        f"inference call. The replay of a recorded pass does nothing. Each round is a process, in turns; its number is the median of {_CALLS} calls. "
-        "Processor time of the calling thread, on a machine that ran other work as well."
+        f"inference call. The replay of a recorded pass does nothing. Each round is a process, in turns; its number is the median of "
+        f"{_CALLS} calls. Processor time of the calling thread, on a machine that ran other work as well."
     )
     raw: dict[str, Any] = {"environment": environment(args.threads), "settings": {"rounds": args.rounds}, "results": results}
     written = write_results(result_stem(args.out, "call-overhead"), raw, [table], notes, None)

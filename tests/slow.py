@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["SAMPLED", "SLOW", "THINNED"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
+    "test_kernel_plans.py::test_kernels_make_no_plan_slower": ("training", "frozen"),
     "test_interleaving.py::test_interleaved_rows_stream": ("wavelets",),
     "test_batch_statistics.py::test_any_tiling_is_exact": ("squeeze-excite",),
     "test_joint.py::test_auto_is_never_slower_than_any_strategy": ("False",),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides
 from sft.kernels.launching import launch
-from sft.kernels.resize.band_table import BandTable
+from sft.kernels.resize.tile_axis import BandTable
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_resize", "resize_kernel"]

@@ -2,7 +2,8 @@
 
 :class:`PlanSearch` nests searches. Each varies one property of the problem and calls the next::
 
-    fit                 host memory: without a limit, then with that of the machine
+    fit                 kernels: PyTorch's operators alone, then the same plan with measured kernels, whichever is faster
+    _fit_host           host memory: without a limit, then with that of the machine
     _fit_recordings     passes: recorded as CUDA graphs or not, whichever is faster
     _fit_overhead       room: the budget minus what the device takes in addition to tensors (on a GPU)
     _fit_weights        weights: resident, then streamed (``Options(weights="auto")``)
@@ -35,6 +36,7 @@ from sft.analysis.frontend.capture import tensor_attribute
 from sft.api.settings import PlanningRequest
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
+from sft.lower.context import Backend
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
@@ -81,13 +83,43 @@ class PlanSearch:
     plans_of_other_samples: Sequence[Plan] = ()
 
     def fit(self, problem: PlanningProblem) -> FittedPlan:
-        """Find a plan that fits.
+        """Find a plan that fits; with optional kernels, where they are faster.
 
         Raises:
             BudgetError: none fits.
             InputError: the given plan is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
+        backend = problem.resources.backend
+        library = None if backend is None else backend.without_kernels
+        if backend is None or library is None:
+            return self._fit_host(problem)
+        try:
+            fitted = self._fit_host(replace(problem, resources=replace(problem.resources, backend=library)))
+        except BudgetError as library_error:
+            try:
+                return self._fit_host(problem)
+            except BudgetError as error:
+                raise min(library_error, error, key=lambda each: each.needed_bytes) from None
+        variant = self._with_kernels(fitted, backend)
+        return fitted if variant is None else min((fitted, variant), key=self._estimated_seconds)
+
+    def _with_kernels(self, fitted: FittedPlan, backend: Backend) -> FittedPlan | None:
+        """The plan with the kernels of a backend; ``None`` if it does not fit, or its passes cannot be recorded any more."""
+        variant, records_passes = fitted.with_backend(backend), fitted.projected.projection.records_passes
+        records_strips = self.request.settings.options.cuda_graphs is True
+        scope: GraphScope | None = "passes" if records_passes else "strips" if records_strips else None
+        estimator = self._overhead_estimator(variant.problem, scope)
+        if estimator is not None:
+            try:
+                variant = self._with_overhead(estimator, variant)
+            except BudgetError:  # the device has too little free memory to try it
+                return None
+        is_alike = variant.projected.projection.records_passes == records_passes
+        return variant if is_alike and self._fits_budget(variant) and self._fits_free_host(variant.projected) else None
+
+    def _fit_host(self, problem: PlanningProblem) -> FittedPlan:
+        """Find a plan that fits, with no more host memory than is free; errors as of :meth:`fit`."""
         fitted = self._fit_recordings(problem)
         if self._fits_free_host(fitted.projected):
             return fitted

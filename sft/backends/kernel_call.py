@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -110,9 +110,12 @@ class KernelCall(_LaunchCache):
         flops: floating-point operations of the operators that it replaces.
     """
 
-    #: true if each run copies a table from the host
-    uploads: ClassVar[bool] = False
     flops: int = 0
+
+    @property
+    def uploads(self) -> bool:
+        """True if each run copies a table from the host."""
+        return False
 
     def begin_launch(self, like: Tensor) -> bool:
         """Report the FLOPs; return false on the meta device, where no kernel runs.

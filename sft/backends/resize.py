@@ -1,17 +1,18 @@
 """Rewrites of interpolations: rows and columns in one pass.
 
 The lowering resamples rows by one call and columns by another, or by ATen if a strip has all columns. A kernel does both at once, without
-an intermediate image. Its tables of rows and weights depend on the origin of the strip, so they are made when the program runs, from the
-same banded matrices as the lowering's (:mod:`sft.analysis.ir.ops.resize_matrix`).
+an intermediate image. It computes the rows and weights of interpolations by powers of two, which are exact in single precision. Those of
+others are tables, which depend on the origin of the strip, so they are made when the program runs, from the same banded matrices as the
+lowering's (:mod:`sft.analysis.ir.ops.resize_matrix`). CUDA graphs record the first kind only: a table is copied from the host.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +22,13 @@ from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, to_channels_last
 from sft.backends.pattern import MatchContext, Rewrite
-from sft.backends.selector import ShapeClass, pixel_class
-from sft.kernels.resize.band_table import BandTable
+from sft.backends.selector import KernelSelector, ShapeClass, pixel_class
+from sft.kernels.resize.tile_axis import BandTable, LinearAxis
 from sft.lower.program import Instruction, Slot
 from sft.lower.row_gather import upload_table
 from sft.lower.rules.resampled_range import ResampledRange
 
-__all__ = ["ResizeCall", "band_rows", "band_table", "match_resizes"]
+__all__ = ["ResizeCall", "band_rows", "band_table", "match_resizes", "selects_resize"]
 
 aten = torch.ops.aten
 
@@ -63,24 +64,44 @@ class ResizeCall(KernelCall):
         height, width: resampled range of each axis; None for an axis that stays as it is.
     """
 
-    uploads: ClassVar[bool] = True
     height: ResampledRange | None
     width: ResampledRange | None
+
+    @property
+    def uploads(self) -> bool:
+        """True if a table of rows and weights is copied from the host."""
+        return any(span is not None and span.sampling.power_of_two is None for span in (self.height, self.width))
 
     def run(self, out: Tensor, x: Tensor, origin: tuple[int, int, int] | None) -> None:
         """Write the resampled strip; ``origin`` is its first sample, row and column in the image."""
         if not self.begin_launch(out):
             return
-        from sft.kernels.resize.resize_triton import launch_resize  # not above: it imports Triton
+        from sft.kernels.resize.linear_triton import launch_linear_resize  # not above: they import Triton
+        from sft.kernels.resize.resize_triton import launch_resize
 
         start = (0, 0, 0) if origin is None else origin
+        if not self.uploads:
+            launch_linear_resize(to_channels_last(x), out, *(_linear_axis(span, start) for span in (self.height, self.width)))
+            return
         tables = [band_table(span, start, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
         launch_resize(to_channels_last(x), out, *tables)
 
     def scratch_bytes(self, out: tuple[int, ...]) -> int:
         """Bytes of the tables, for an output of this shape."""
+        if not self.uploads:
+            return 0
         spans = ((self.height, out[2]), (self.width, out[3]))
         return sum(4 * length * (2 + (1 if span is None else span.width)) for span, length in spans)
+
+
+def _linear_axis(span: ResampledRange | None, origin: tuple[int, int, int]) -> LinearAxis:
+    """The axis of a strip at ``origin`` of the image, for an interpolation by a power of two; the identity if the range is None."""
+    if span is None:
+        return LinearAxis()
+    factor = span.sampling.power_of_two
+    assert factor is not None
+    first, start = span.first_rows(origin)
+    return LinearAxis(factor=factor, extent=span.sampling.extent, first_output=first, first_input=start, is_adjoint=span.is_adjoint)
 
 
 def band_table(span: ResampledRange | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
@@ -195,21 +216,38 @@ def _extend_pass(context: MatchContext, resize: _ResizePass) -> None:
         resize.spans, resize.origin, resize.value = spans, origin, value
 
 
-def _rewrite_resize(context: MatchContext, resize: _ResizePass) -> Rewrite | None:
-    numbers = context.selector.number_format_of(resize.x.dtype)
-    num_terms = math.prod(span.width for span in resize.spans if span is not None)
-    out, owner = resize.value, context.def_use.instructions[resize.positions[0]].owner
-    if numbers is None or num_terms > _MAX_TERMS or context.selector.number_format_of(out.dtype) is None:
-        return None
-    is_adjoint = any(span is not None and span.is_adjoint for span in resize.spans)
+def selects_resize(
+    selector: KernelSelector, dtype: torch.dtype, shape: Sequence[int], num_terms: Sequence[int], *, is_adjoint: bool
+) -> bool:
+    """True if a selector chooses the kernel to resample an image.
+
+    Args:
+        selector: chooses between kernels and ATen.
+        dtype: element type of the operand.
+        shape: shape of the result.
+        num_terms: number of terms of a sum, for each axis; 1 for an axis that stays as it is.
+        is_adjoint: true for the gradient.
+    """
+    numbers = selector.number_format_of(dtype)
+    if numbers is None or len(shape) != 4 or not all(shape) or math.prod(num_terms) > _MAX_TERMS:
+        return False
     shape_class = ShapeClass(
         operator="resize gradient" if is_adjoint else "resize",
         numbers=numbers,
-        channels=(out.shape[1], out.shape[1]),
-        kernel=tuple(1 if span is None else span.width for span in resize.spans),
-        pixels=pixel_class(math.prod(out.shape) // out.shape[1]),
+        channels=(shape[1], shape[1]),
+        kernel=tuple(num_terms),
+        pixels=pixel_class(math.prod(shape) // shape[1]),
     )
-    if not context.selector.selects_kernel(shape_class):
+    return selector.selects_kernel(shape_class)
+
+
+def _rewrite_resize(context: MatchContext, resize: _ResizePass) -> Rewrite | None:
+    out, owner = resize.value, context.def_use.instructions[resize.positions[0]].owner
+    num_terms = [1 if span is None else span.width for span in resize.spans]
+    is_adjoint = any(span is not None and span.is_adjoint for span in resize.spans)
+    if context.selector.number_format_of(out.dtype) is None:
+        return None
+    if not selects_resize(context.selector, resize.x.dtype, out.shape, num_terms, is_adjoint=is_adjoint):
         return None
     call = ResizeCall(height=resize.spans[0], width=resize.spans[1])
     image, body = context.to_channels_last(resize.x, owner)

@@ -4,8 +4,8 @@
   with every choice of backend.
 - ``"triton"``: every kernel that computes the same as the operators that it replaces. Without a GPU this is for tests, under Triton's
   interpreter.
-- ``"auto"``: the kernels that were measured to be faster, and verified, on this GPU with this Triton (:mod:`sft.backends.autotune.table`).
-  Without measurements it is ``"aten"``.
+- ``"auto"``: the kernels that were measured to be faster, and verified, on this GPU with this Triton (:mod:`sft.backends.autotune.table`),
+  in plans that they make faster (:mod:`sft.planner.measured.fitted_plan`). Without measurements it is ``"aten"``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ disappears by itself. Patterns run in order, the largest groups first. Instructi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,9 +36,9 @@ from sft.backends.norms import (
 )
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
 from sft.backends.pools import match_average_pools, match_max_pools, match_padded_average_pool_gradients
-from sft.backends.resize import match_resizes
+from sft.backends.resize import match_resizes, selects_resize
 from sft.backends.row_copy import match_row_loads
-from sft.backends.selector import KernelSelector, NoKernels
+from sft.backends.selector import AlwaysKernel, KernelSelector, NoKernels
 from sft.common.errors import InternalError
 from sft.lower.builder import ProgramBuilder
 from sft.lower.program import Instruction, Port
@@ -90,9 +90,18 @@ class KernelBackend:
     fusion_device: FusionDevice | None = None
 
     @property
-    def has_kernels(self) -> bool:
-        """True if a selector may choose Triton kernels."""
-        return self.selector is not None
+    def decomposes_norms(self) -> bool:
+        """True if every kernel runs: by the time model, a norm of a whole image takes less as one call of ATen than in parts."""
+        return isinstance(self.selector, AlwaysKernel)
+
+    @property
+    def without_kernels(self) -> KernelBackend | None:
+        """The backend with fused calls alone; ``None`` without a selector, or with one that selects every kernel."""
+        return None if self.selector is None or isinstance(self.selector, AlwaysKernel) else replace(self, selector=None)
+
+    def resamples(self, dtype: torch.dtype, shape: Sequence[int], num_terms: Sequence[int], *, is_adjoint: bool) -> bool:
+        """True if a kernel resamples images of this element type; arguments as of :func:`sft.backends.resize.selects_resize`."""
+        return self.selector is not None and selects_resize(self.selector, dtype, shape, num_terms, is_adjoint=is_adjoint)
 
     def fuses_attention(self, dtype: torch.dtype) -> bool:
         """True if attention of this element type is one operator on the device."""
@@ -137,7 +146,7 @@ class KernelBackend:
             may_fold_norms=not training,
             fusion_device=self.fusion_device,
         )
-        for pattern in _PATTERNS if self.has_kernels else _LIBRARY_PATTERNS:
+        for pattern in _PATTERNS if self.selector is not None else _LIBRARY_PATTERNS:
             for rewrite in pattern(context):
                 if not context.claimed.isdisjoint(rewrite.removed) or not rewrite.removed.issuperset(rewrite.inserted):
                     raise InternalError(f"{pattern}: two groups share an instruction, at {sorted(rewrite.removed)}")

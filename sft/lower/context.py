@@ -36,11 +36,25 @@ class Backend(Protocol):
     """A kernel backend: replaces instructions of a lowered program."""
 
     @property
-    def has_kernels(self) -> bool:
-        """True if it has kernels of its own, which are written for decomposed operators."""
+    def decomposes_norms(self) -> bool:
+        """True if norms of whole images are decomposed, so that kernels replace their parts; otherwise each is one call of ATen."""
+
+    @property
+    def without_kernels(self) -> Backend | None:
+        """The backend without kernels of its own, where these are optional; ``None`` where they are not, or where it has none."""
 
     def fuses_attention(self, dtype: torch.dtype) -> bool:
         """True if attention of this element type is one operator on the device."""
+
+    def resamples(self, dtype: torch.dtype, shape: Sequence[int], num_terms: Sequence[int], *, is_adjoint: bool) -> bool:
+        """True if a kernel resamples images of this element type.
+
+        Args:
+            dtype: element type of the operand.
+            shape: shape of the result.
+            num_terms: number of terms of a sum, for each axis; 1 for an axis that stays as it is.
+            is_adjoint: True for the gradient.
+        """
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of the builder.

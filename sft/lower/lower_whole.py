@@ -128,8 +128,8 @@ BATCH_NORM_FUNCTIONS = (_batch_norm, _batch_norm_with_moments)
 
 
 def find_whole_batch_norms(scope: SegmentInfo) -> dict[str, WholeBatchNormRule]:
-    """The BatchNorms of a segment that can run as one call, by affine map; none with kernels, which are written for decomposed norms."""
-    if scope.backend is not None and scope.backend.has_kernels:
+    """The BatchNorms of a segment that can run as one call, by affine map; none with a backend that decomposes them."""
+    if scope.backend is not None and scope.backend.decomposes_norms:
         return {}
     norms = ((name, _match_batch_norm(scope, scope.graph[name])) for name in scope.names if scope.graph[name].target == "sft.affine")
     return {name: norm for name, norm in norms if norm is not None}

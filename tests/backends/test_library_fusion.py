@@ -171,7 +171,7 @@ def test_backends_of_gpus_fuse(tmp_path: Path) -> None:
     for name in ("aten", "auto", "triton"):
         backend = backend_for(name, meta, [tmp_path], "cuda")
         assert isinstance(backend, KernelBackend) and backend.fusion_device == FusionDevice(None)
-        assert backend.has_kernels == (name == "triton")
+        assert backend.decomposes_norms == (name == "triton")
     assert backend_for("aten", meta, [tmp_path]) is None
     gpu = backend_for("aten", torch.device("cuda", 0), [tmp_path])
     assert isinstance(gpu, KernelBackend) and gpu.fusion_device == FusionDevice(torch.device("cuda", 0))

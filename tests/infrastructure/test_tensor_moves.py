@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.kernels.resize.band_table import BandTable
+from sft.kernels.resize.tile_axis import BandTable
 from tests.helpers.tensor_moves import StorageMoves, map_tensors
 
 

@@ -141,6 +141,13 @@ class AxisResampling:
         return self.extent == self.length and self.forward.is_identity and self.adjoint.is_identity
 
     @property
+    def power_of_two(self) -> int | None:
+        """Factor of a linear interpolation by a power of two, whose positions are exact in every type; ``None`` for another resampling."""
+        factor, rest = divmod(self.length, self.extent)
+        is_plain = self.kind == "linear" and not self.align_corners and self.scale in (None, factor)
+        return factor if is_plain and not rest and factor > 1 and factor & (factor - 1) == 0 else None
+
+    @property
     def access(self) -> AxisMap:
         """The access map."""
         return _fit_access_map(self)

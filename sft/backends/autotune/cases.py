@@ -18,8 +18,9 @@ from sft.backends.convolution_relu import FusionDevice, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
 from sft.backends.pattern import Rewrite
+from sft.backends.resize import selects_resize
 from sft.backends.rewriter import KernelBackend
-from sft.backends.selector import NumberFormat, ShapeClass, storage_format
+from sft.backends.selector import AlwaysKernel, NumberFormat, ShapeClass, storage_format
 from sft.common.interval import Interval
 from sft.kernels.common import LaunchVariant
 from sft.lower.builder import ProgramBuilder
@@ -175,11 +176,16 @@ class CaseCollector:
     computes_operands: bool = True
     fusion_device: FusionDevice | None = None
     cases: dict[ShapeClass, TuningCase] = field(default_factory=dict)
-    has_kernels: ClassVar[bool] = True
+    decomposes_norms: ClassVar[bool] = False
+    without_kernels: ClassVar[None] = None
 
     def fuses_attention(self, dtype: torch.dtype) -> bool:
         """True if attention of this element type is one operator on the device."""
         return self.fusion_device is not None and self.fusion_device.fuses_attention(dtype)
+
+    def resamples(self, dtype: torch.dtype, shape: Sequence[int], num_terms: Sequence[int], *, is_adjoint: bool) -> bool:
+        """True if there is a kernel, so that there is a case of it."""
+        return selects_resize(AlwaysKernel(self.allows_tf32), dtype, shape, num_terms, is_adjoint=is_adjoint)
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Collect the cases of a program; its instructions stay as they are."""

@@ -58,6 +58,8 @@ ERROR_LIMITS: dict[NumberFormat, float] = {
 }
 #: Largest ratio of a kernel's error to ATen's, where rounding decides between equal values (maxima in half precision).
 _ERROR_TOLERANCE = 1.1
+#: Largest share of ATen's time that the time of a kernel that runs has: less gain than 5 % is within the differences of two measurements.
+_LARGEST_SHARE = 0.95
 #: Largest distance from a measured class, in powers of four of the number of pixels.
 _MAX_PIXEL_CLASS_DISTANCE = 2
 
@@ -105,8 +107,8 @@ class TableEntry:
 
     @property
     def fastest(self) -> Literal["triton", "aten"]:
-        """The implementation that runs; ATen's for equal times."""
-        return "triton" if self.triton_seconds < self.aten_seconds else "aten"
+        """The implementation that runs; ATen's for nearly equal times."""
+        return "triton" if self.triton_seconds < _LARGEST_SHARE * self.aten_seconds else "aten"
 
 
 @dataclass(frozen=True, kw_only=True)

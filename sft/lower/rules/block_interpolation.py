@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.resampled_range import ResampledRange, may_be_scattered, resampled_ranges
@@ -56,13 +55,6 @@ class _BlockRange:
         return first - self.factor * start
 
 
-def _whole_factor(sampling: AxisResampling) -> int | None:
-    """Factor of an interpolation by a power of two, with positions that are exact in every type; ``None`` for another one."""
-    factor, rest = divmod(sampling.length, sampling.extent)
-    is_plain = sampling.kind == "linear" and not sampling.align_corners and sampling.scale in (None, factor)
-    return factor if is_plain and not rest and factor > 1 and factor & (factor - 1) == 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class BlockInterpolation:
     """Interpolation of one block.
@@ -85,9 +77,9 @@ class BlockInterpolation:
 
     @classmethod
     def of(cls, ctx: NodeContext, strip: Slot) -> BlockInterpolation | None:
-        """The interpolation of a step; ``None`` if ATen cannot compute it, or not in a fixed order, or a kernel of ours does."""
-        axes, backend = ctx.scope.axes, ctx.scope.backend
-        if ctx.scope.deterministic or (backend is not None and backend.has_kernels):
+        """The interpolation of a step; ``None`` if ATen cannot compute it, or not in a fixed order."""
+        axes = ctx.scope.axes
+        if ctx.scope.deterministic:
             return None
         spans = resampled_ranges(ctx, axes.of(ctx.out_shape), axes.of(strip.shape))
         if all(span.sampling.is_identity for span in spans):
@@ -99,7 +91,7 @@ class BlockInterpolation:
             is_unchanged = sampling.is_identity and span.length == span.extent
             if is_unchanged or (span.is_full_axis and sampling.kind == "linear"):
                 continue
-            factor = _whole_factor(sampling)
+            factor = sampling.power_of_two
             if factor is None or dim is None:
                 return None
             ranges.append(_BlockRange(span, factor, dim))

@@ -35,6 +35,16 @@ def _function_of(ctx: NodeContext, suffix: str) -> Any:
     return getattr(aten, f"{ctx.node.target.split('.')[1]}{suffix}").default
 
 
+def _runs_kernel(ctx: NodeContext, strip: Slot, *, is_adjoint: bool) -> bool:
+    """True if a kernel of the backend resamples a strip, or its gradient, in place of ATen's calls."""
+    backend, axes = ctx.scope.backend, ctx.scope.axes
+    if backend is None:
+        return False
+    spans = resampled_ranges(ctx, axes.of(ctx.out_shape), axes.of(strip.shape))
+    widths = [1 if span.sampling.is_identity else replace(span, is_adjoint=is_adjoint).width for span in spans]
+    return backend.resamples(strip.dtype, strip.shape if is_adjoint else ctx.out_shape, widths, is_adjoint=is_adjoint)
+
+
 class NearestRule(Rule):
     """Nearest upsampling by integer factors: a strip starts at an input row, so the operator itself runs on it."""
 
@@ -58,16 +68,15 @@ class ResamplingRule(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip = ctx.builder, ctx.strip(self._operand(ctx))
-        interpolation = ctx.saved["interpolation"] = BlockInterpolation.of(ctx, strip)
-        if interpolation is not None:
-            return interpolation.forward(ctx, strip)
+        interpolation = BlockInterpolation.of(ctx, strip)
         spans, is_linear = self._split_axes(ctx, strip)
-        ctx.saved.update(spans=spans, is_linear=is_linear)
+        ctx.saved.update(interpolation=interpolation, strip=strip, spans=spans, is_linear=is_linear)
+        if interpolation is not None and not _runs_kernel(ctx, strip, is_adjoint=False):
+            return interpolation.forward(ctx, strip)
         value, wide = strip, accumulation_dtype(strip.dtype)
         for span in spans:
             value = emit_resampling(ctx, value, span, wide)
         if is_linear:
-            ctx.saved["inner"] = value.shape
             value = builder.call(
                 _function_of(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype
             )
@@ -75,20 +84,33 @@ class ResamplingRule(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         interpolation: BlockInterpolation | None = ctx.saved["interpolation"]
-        value = self._gather_adjoint(ctx, grad) if interpolation is None else interpolation.backward(ctx, grad)
+        if interpolation is None or _runs_kernel(ctx, ctx.saved["strip"], is_adjoint=True):
+            value = self._gather_adjoint(ctx, grad)
+        else:
+            value = interpolation.backward(ctx, grad)
         image = ctx.node.argument("input" if ctx.node.target.endswith(".vec") else "self")
         ctx.add_grad(image, ctx.builder.cast(value, grad.dtype), owned=value is not grad or owned)
 
     def _gather_adjoint(self, ctx: NodeContext, grad: Slot) -> Slot:
         builder, value, wide = ctx.builder, grad, accumulation_dtype(grad.dtype)
         if ctx.saved["is_linear"]:
-            inner = ctx.saved["inner"]
+            inner = self._shape_before_columns(ctx)
             value = builder.cast(value, wide if ctx.saved["spans"] else grad.dtype)
             sizes = (*self._sizes(ctx), list(inner))
             value = builder.call(_function_of(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
         for span in reversed(ctx.saved["spans"]):
             value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
         return value
+
+    @staticmethod
+    def _shape_before_columns(ctx: NodeContext) -> tuple[int, ...]:
+        """Shape of the strip once the axes are resampled along which rows are gathered."""
+        shape = list(ctx.saved["strip"].shape)
+        for span in ctx.saved["spans"]:
+            dim = ctx.scope.axes.dim(len(shape), span.axis)
+            assert dim is not None
+            shape[dim] = span.length
+        return tuple(shape)
 
     @staticmethod
     def _operand(ctx: NodeContext) -> str:

@@ -1,11 +1,17 @@
-"""Fitted plan: a plan with the problem that it solves, which a search may have changed."""
+"""Fitted plan: a plan with the problem that it solves, which a search may have changed.
+
+With measured kernels (``Options(backend="auto")``) a plan is searched for with PyTorch's operators alone. Its decisions are then lowered
+with kernels (:meth:`FittedPlan.with_backend`), and the faster of both plans runs. So kernels never make a plan slower by the time model,
+and only one plan's kernels are compiled and tried for their workspaces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sft.planner.materialize import ProjectedPlan
+from sft.lower.context import Backend
+from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.problem import PlanningProblem
 
 __all__ = ["FittedPlan"]
@@ -32,3 +38,9 @@ class FittedPlan:
         """The smallest budget that the plan fits."""
         projection = self.projected.projection
         return self.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
+
+    def with_backend(self, backend: Backend) -> FittedPlan:
+        """The plan with the same segments, schedule and placements, and with programs of another backend; its overhead is unknown."""
+        problem = replace(self.problem, resources=replace(self.problem.resources, backend=backend))
+        projected = materialize(problem, self.projected.choices, self.projected.region.custom_schedule)
+        return replace(self, problem=problem, projected=projected)

@@ -94,6 +94,11 @@ def test_truncated_operands_of_ten_bits_are_right(num_bits: int, is_right: bool)
     assert error > error_limit("float32", 1e-6)
 
 
+def test_a_kernel_runs_if_it_gains_more_than_five_per_cent() -> None:
+    entries = [replace(_ENTRY, triton_seconds=share * _ENTRY.aten_seconds) for share in (0.94, 0.96, 1.0)]
+    assert [entry.fastest for entry in entries] == ["triton", "aten", "aten"]
+
+
 def test_a_kernel_may_be_as_far_off_as_aten() -> None:
     assert replace(_ENTRY, error=0.1, aten_error=0.095).fastest == "triton"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sft.kernels.resize.band_table import BandTable
+from sft.kernels.resize.tile_axis import BandTable
 
 __all__ = ["reference_resize"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind
 from sft.backends.resize import band_rows
 from sft.kernels.geometry import Span
-from sft.kernels.resize.band_table import BandTable
+from sft.kernels.resize.tile_axis import BandTable, LinearAxis
 from sft.lower.rules.resampled_range import ResampledRange
 from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, launch_on_gpu, pixels_of
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
@@ -171,6 +171,47 @@ def _absolute(source: Tensor, height: BandTable, width: BandTable) -> Tensor:
     return torch.einsum("nchw,rh,sw->ncrs", source.abs(), *matrices)
 
 
+_POWERS_OF_TWO = [
+    _Resize(name="doubled", mode="linear", extents=(7, 6), lengths=(14, 12)),
+    _Resize(name="columns alone", mode="linear", extents=(5, 6), lengths=(5, 24)),
+    _Resize(name="rows and columns by other factors", mode="linear", extents=(5, 9), lengths=(40, 18), scales=(8.0, 2.0)),
+    _Resize(name="one row", mode="linear", extents=(1, 5), lengths=(4, 10)),
+]
+
+
+def _linear_axis(sampling: AxisResampling, rows: range, source: Span, *, adjoint: bool) -> LinearAxis:
+    """The axis of some rows of the result, for a buffer of the source."""
+    first_input, first_output = (rows.start, source.start) if adjoint else (source.start, rows.start)
+    if sampling.extent == sampling.length:
+        return LinearAxis(first_output=first_output, first_input=first_input)
+    factor = sampling.power_of_two
+    assert factor is not None
+    return LinearAxis(factor=factor, extent=sampling.extent, first_output=first_output, first_input=first_input, is_adjoint=adjoint)
+
+
+@needs_triton
+def test_computed_weights_have_the_bits_of_tables(tmp_path: Path) -> None:
+    """By powers of two the kernel without tables has the bits of the reference, for the whole image and for tiles."""
+    jobs: list[dict[str, Any]] = []
+    checks: list[tuple[Any, ...]] = []
+    for resize, adjoint in itertools.product(_POWERS_OF_TWO, (False, True)):
+        source, size = _problem(resize, torch.float32)["dy" if adjoint else "x"], resize.extents if adjoint else resize.lengths
+        image = source.float().contiguous(memory_format=torch.channels_last)
+        reference = reference_resize(image, *_whole_tables(resize, adjoint=adjoint))
+        for tile in [(range(size[0]), range(size[1])), *(each for each in _tiles(size) if all(each))]:
+            spans = [_source_span(axis, rows, adjoint=adjoint) for axis, rows in zip(resize.axes, tile, strict=True)]
+            out = empty_buffer(2, _NUM_CHANNELS, (len(tile[0]), len(tile[1])), torch.float32)
+            arguments: dict[str, Any] = {"x": fill_buffer(source, (spans[0], spans[1]), torch.float32), "out": out}
+            for name, axis, rows, span in zip(("height", "width"), resize.axes, tile, spans, strict=True):
+                arguments[name] = _linear_axis(axis, rows, span, adjoint=adjoint)
+            call = {"run": "launch", "module": "sft.kernels.resize.linear_triton", "function": "launch_linear_resize", "results": ["out"]}
+            jobs.append(call | {"arguments": arguments})
+            checks.append(((resize.name, adjoint, tile), pixels_of(reference, tile=tile)))
+    for (context, reference), (result,) in zip(checks, interpret(jobs, tmp_path), strict=True):
+        assert_nothing_else_written(result, context)
+        assert torch.equal(result, reference), context
+
+
 @needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     resize = _Resize(name="", mode="linear", extents=(128, 2048), lengths=(256, 4096))
@@ -180,6 +221,9 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
         height, width = _whole_tables(resize, adjoint=adjoint, device="meta")
         given = {"x": out if adjoint else x, "out": x if adjoint else out, "height": height, "width": width}
         gates.append(Gate(module="resize.resize_triton", launch="launch_resize", when=(when,), arguments=given))
+        sides = zip(("height", "width"), resize.axes, strict=True)
+        axes = {name: LinearAxis(factor=2, extent=axis.extent, is_adjoint=adjoint) for name, axis in sides}
+        gates.append(Gate(module="resize.linear_triton", launch="launch_linear_resize", when=(when,), arguments=given | axes))
     check_gates(gates, tmp_path)
 
 
@@ -194,4 +238,20 @@ def test_on_a_gpu(resize: _Resize) -> None:
         x = parts[source].float().contiguous(memory_format=torch.channels_last)
         out = torch.empty_like(parts[result], dtype=torch.float32, memory_format=torch.channels_last)
         (ours,) = launch_on_gpu("resize.resize_triton", "launch_resize", {"x": x, "out": out, "height": height, "width": width}, ["out"])
+        torch.testing.assert_close(ours.double(), parts[result], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_triton
+@pytest.mark.parametrize("resize", _POWERS_OF_TWO, ids=lambda resize: resize.name)
+def test_computed_weights_on_a_gpu(resize: _Resize) -> None:
+    parts = _problem(resize, torch.float32)
+    for source, result, adjoint in (("x", "y", False), ("dy", "dx", True)):
+        x = parts[source].float().contiguous(memory_format=torch.channels_last)
+        out = torch.empty_like(parts[result], dtype=torch.float32, memory_format=torch.channels_last)
+        sizes = zip(resize.axes, parts[result].shape[2:], parts[source].shape[2:], strict=True)
+        height, width = (_linear_axis(axis, range(rows), Span.whole(inputs), adjoint=adjoint) for axis, rows, inputs in sizes)
+        arguments = {"x": x, "out": out, "height": height, "width": width}
+        (ours,) = launch_on_gpu("resize.linear_triton", "launch_linear_resize", arguments, ["out"])
         torch.testing.assert_close(ours.double(), parts[result], rtol=1e-5, atol=1e-5)

@@ -20,9 +20,28 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from tests.helpers.exactness import ExactReport, InexactError, assert_exact, rounding_of_eager
+from tests.helpers.exactness import (
+    ExactReport,
+    InexactError,
+    assert_exact,
+    gradient_errors,
+    param_grads,
+    relative_error,
+    rounding_of_eager,
+)
 
-__all__ = ["KINDS", "Wild", "WildNet", "Wish", "assert_wild_exact", "wild_budget", "wild_plannings", "wild_tilings", "wilds"]
+__all__ = [
+    "KINDS",
+    "Wild",
+    "WildNet",
+    "Wish",
+    "assert_wild_exact",
+    "assert_wild_exact_on",
+    "wild_budget",
+    "wild_plannings",
+    "wild_tilings",
+    "wilds",
+]
 
 _MAX_PIXELS = {1: 120, 2: 1600, 3: 4000}
 _MAX_CHANNELS = 12
@@ -436,3 +455,42 @@ def assert_wild_exact(wild: Wild, options: sft.Options, *, budget: int | str = "
         if own <= 1e-11:  # a tenth of the tolerance: it is not that
             raise
         return assert_exact(WildNet(wild), wild.image(), budget=budget, options=options, tolerance=10 * own)
+
+
+def assert_wild_exact_on(device: torch.device, wild: Wild, options: sft.Options) -> float | None:
+    """Compare a random network on a device with eager PyTorch on the CPU; the largest error, or None where nothing can be said.
+
+    Eager PyTorch on a GPU is no reference: some of its operators are wrong for images channels last.
+    """
+    eager, net = WildNet(wild), WildNet(wild).to(device)
+    image = wild.image()
+    net = sft.compile(net, image.to(device).requires_grad_(), budget="4GiB", options=options)
+    error = 0.0
+    for number in range(2):  # the second step has updated buffers
+        ours, reference = _own_step(net, image.to(device), number), _own_step(eager, image, number)
+        for mine, other in zip(ours[0], reference[0], strict=True):
+            error = max(error, relative_error(mine, other))
+        error = max(error, *gradient_errors(ours[1], reference[1]).values())
+    if error <= 1e-10:
+        return error
+    own = rounding_of_eager(WildNet(wild), wild.image(), weights=True)
+    if own >= _NOTHING_BUT_ROUNDING:
+        return None
+    if error > 10 * own:
+        raise InexactError(f"error {error:.1e} on {device}, where rounding explains {own:.1e}")
+    return error
+
+
+def _own_step(model: nn.Module, x: Tensor, seed: int) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Outputs, the gradient of the image and buffers, and gradients of parameters, on the CPU."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    outputs = model(x)
+    random = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(y.shape, generator=random, dtype=y.dtype).to(y.device) for y in outputs]
+    torch.autograd.backward(outputs, grads)
+    image_grads = [] if x.grad is None else [x.grad]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [value.detach().cpu() for value in (*outputs, *image_grads, *buffers)], {
+        name: None if grad is None else grad.cpu() for name, grad in param_grads(model).items()
+    }

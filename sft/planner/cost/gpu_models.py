@@ -103,7 +103,7 @@ H200 = replace(
     call_seconds=10.5e-6,
     product_seconds=21e-6,
     kernel_call_seconds=14.5e-6,
-    view_seconds=5e-6,
+    view_seconds=3.5e-6,
 )
 _A100_PEAKS = GpuPeaks(
     half_flops_per_second=312e12,

@@ -9,7 +9,9 @@ but on a GPU its upload waits for all queued work and cannot be recorded in a CU
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["RowGather", "RowRun", "upload_table"]
+__all__ = ["RowGather", "RowRun", "keep_tables", "upload_table"]
+
+#: Tables on the host that were copied to a device, in the context of :func:`keep_tables`.
+_KEPT_TABLES: ContextVar[list[Tensor] | None] = ContextVar("_KEPT_TABLES", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,26 @@ def upload_table(table: npt.NDArray[Any], device: torch.device, dtype: torch.dty
 
     The copy is asynchronous. A copy from pageable memory would block the host at every strip until the GPU has finished all queued work.
     """
+    is_pinned = device.type == "cuda" and _can_pin_memory()
     host = torch.from_numpy(np.ascontiguousarray(table)).to(dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and _can_pin_memory() else host.to(device)
+    host = host.pin_memory() if is_pinned else host
+    kept = _KEPT_TABLES.get()
+    if kept is not None:
+        kept.append(host)
+    return host.to(device, non_blocking=is_pinned)
+
+
+@contextmanager
+def keep_tables(tables: list[Tensor]) -> Iterator[None]:
+    """Context that appends every table on the host that is copied in it.
+
+    A CUDA graph copies from the memory of the recording again in each replay: its tables must live as long as the graph.
+    """
+    token = _KEPT_TABLES.set(tables)
+    try:
+        yield
+    finally:
+        _KEPT_TABLES.reset(token)
 
 
 @functools.cache

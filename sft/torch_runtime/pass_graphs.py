@@ -39,6 +39,7 @@ from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.backends.kernel_call import kernel_call_of
 from sft.common.errors import SftError
 from sft.common.torch_internals import copy_tensors
+from sft.lower.row_gather import keep_tables
 from sft.runtime.region import Region, Tape
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
@@ -134,6 +135,7 @@ class _Recording:
         results: tensors that are read after it.
         replay: runs the pass.
         flops: floating-point operations of the pass.
+        tables: tables on the host that the pass copies to the device.
         is_new: true before the first replay; its operations were reported when it was recorded.
     """
 
@@ -141,6 +143,7 @@ class _Recording:
     results: dict[str, Tensor]
     replay: Callable[[], None]
     flops: int
+    tables: list[Tensor]
     is_new: bool = True
 
     def run(self, values: Mapping[str, Tensor]) -> None:
@@ -332,9 +335,9 @@ class PassGraphs:
     def _record(self, inputs: dict[str, Tensor], work: Callable[[], dict[str, Tensor]]) -> _Recording | None:
         """Record a pass; ``None`` if that fails, which changes no tensor of the caller."""
         results: dict[str, Tensor] = {}
-        flops: list[int] = []
+        flops, tables = list[int](), list[Tensor]()
         try:
-            with _recording_mode(), report_flops(flops.append):
+            with _recording_mode(), report_flops(flops.append), keep_tables(tables):
                 replay = self.recorder.record(lambda: results.update(work()))
         except RuntimeError as error:
             if isinstance(error, SftError):
@@ -348,7 +351,7 @@ class PassGraphs:
                 stacklevel=2,
             )
             return None
-        return _Recording(inputs=inputs, results=results, replay=replay, flops=sum(flops))
+        return _Recording(inputs=inputs, results=results, replay=replay, flops=sum(flops), tables=tables)
 
     def _disable(self) -> None:
         """Never record again."""

@@ -97,6 +97,18 @@ class _Upsampled(nn.Module):
         return self.last(nn.functional.interpolate(y, scale_factor=2, mode="bilinear"))  # type: ignore[no-any-return]
 
 
+class _Resized(nn.Module):
+    """Network that interpolates with tables of rows and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.interpolate(self.first(x).relu(), scale_factor=1.7, mode="bicubic")
+        return self.last(y)  # type: ignore[no-any-return]
+
+
 class _Random(nn.Module):
     """Masks of elements, channels and samples, noise, and a mask of a vector."""
 
@@ -117,6 +129,7 @@ class _Random(nn.Module):
         (ConvNet, {}),
         (Residual, {}),
         (_Upsampled, {}),
+        (_Resized, {}),
         (_Random, {}),
         (ConvNet, {"tile": None, "strategy": "none"}),
         (TinyUNet, _OFFLOAD),
@@ -132,6 +145,17 @@ def test_replayed_steps_are_the_same(make: Callable[[], nn.Module], options: dic
                 for parameter in one.parameters():
                     parameter.sub_(parameter.grad, alpha=1e-3)
     assert recorder.num_records == 2 and graphs.num_replays == 3
+
+
+def test_tables_live_as_long_as_their_recording() -> None:
+    """A replay copies from the memory of the recording again."""
+    net, _ = _pair(_Resized)
+    graphs, _ = _recorded(net, _input(0))
+    for seed in range(2):
+        _step(net, _input(seed))
+    step = graphs._step
+    assert step is not None and step.backward is not None and step.forward.tables and step.backward.tables
+    assert not step.forward.tables[0].is_cuda
 
 
 def test_results_outlive_the_next_replay() -> None:
@@ -373,7 +397,9 @@ def test_the_budget_has_room_for_recordings() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("make", "options"), [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (_Random, {}), (TinyUNet, _OFFLOAD)])
+@pytest.mark.parametrize(
+    ("make", "options"), [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (_Resized, {}), (_Random, {}), (TinyUNet, _OFFLOAD)]
+)
 def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     model = seeded(make)
     settings = _settings(model, **options)  # on the CPU: a plan for a GPU offloads nothing of a few kilobytes

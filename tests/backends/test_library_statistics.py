@@ -106,36 +106,29 @@ def test_the_update_takes_no_more_memory_than_projected(dtype: torch.dtype) -> N
         torch.testing.assert_close(target, alone)
 
 
+@st.composite
+def _images(draw: st.DrawFn) -> Tensor:
+    """Random images, contiguous or channels last."""
+    channels, extent = draw(st.sampled_from([1, 3, 64, 1000])), st.integers(1, 90)
+    x = torch.randn(draw(st.integers(1, 3)), channels, draw(extent), draw(extent))
+    return x.contiguous(memory_format=torch.channels_last) if draw(st.booleans()) else x
+
+
+_ROW_ELEMENTS = st.sampled_from([8, 256, 2**15])
+
+
 @settings(max_examples=15)
-@given(
-    samples=st.integers(1, 3),
-    channels=st.sampled_from([1, 3, 64, 1000]),
-    extents=st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    is_channels_last=st.booleans(),
-    row_elements=st.sampled_from([8, 256, 2**15]),
-)
-def test_sums_of_channels_are_those_of_wide_rows(
-    samples: int, channels: int, extents: tuple[int, int], is_channels_last: bool, row_elements: int
-) -> None:
-    x = torch.randn(samples, channels, *extents)
-    x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
+@given(x=_images(), row_elements=_ROW_ELEMENTS)
+def test_sums_of_channels_are_those_of_wide_rows(x: Tensor, row_elements: int) -> None:
     with patch.object(statistics, "_WIDE_ROW", row_elements), patch.object(statistics, "_LEAST_ELEMENTS", 0):
         torch.testing.assert_close(channel_sums(x, torch.float64), x.double().sum((0, 2, 3)))
 
 
-@given(
-    samples=st.integers(1, 3),
-    channels=st.sampled_from([1, 3, 64, 1000]),
-    extents=st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    is_channels_last=st.booleans(),
-    row_elements=st.sampled_from([8, 256, 2**15]),
-    offset=st.sampled_from([0.0, 1000.0]),
-)
-def test_moments_of_channels_are_those_of_wide_rows(
-    samples: int, channels: int, extents: tuple[int, int], is_channels_last: bool, row_elements: int, offset: float
-) -> None:
-    x = offset + torch.arange(channels)[:, None, None] + torch.randn(samples, channels, *extents)
-    x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
+@settings(max_examples=15)
+@given(x=_images(), row_elements=_ROW_ELEMENTS, offset=st.sampled_from([0.0, 1000.0]))
+def test_moments_of_channels_are_those_of_wide_rows(x: Tensor, row_elements: int, offset: float) -> None:
+    channels = x.shape[1]
+    x = x + offset + torch.arange(channels)[:, None, None]
     with patch.object(statistics, "_WIDE_ROW", row_elements):
         results = channel_var_mean(x.double(), (1, channels)), channel_var_mean(x, (channels,))
     expected = torch.var_mean(x.double(), (0, 2, 3), correction=0)

@@ -152,7 +152,7 @@ def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
 def device_environment(device: torch.device) -> dict[str, str]:
     """Environment of a result: command, commit, device, versions, and the settings that select kernels."""
     facts = {
-        "command": shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]),
+        "command": shlex.join(["benchmarks/gpu.sh", *_without_folder(sys.argv[1:])]),
         "commit": _commit(),
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -171,6 +171,12 @@ def device_environment(device: torch.device) -> dict[str, str]:
     facts |= {"device": f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})", "cudnn": str(torch.backends.cudnn.version())}
     facts |= {"memory": format_bytes(torch.cuda.get_device_properties(device).total_memory), "cuda": str(torch.version.cuda)}
     return facts | ({} if facts["triton"] == "not installed" else {"triton": compiler_version(device)})
+
+
+def _without_folder(arguments: Sequence[str]) -> list[str]:
+    """Arguments without ``--out FOLDER``, which names a folder of one machine."""
+    before = ("", *arguments)
+    return [each for last, each in zip(before, arguments, strict=False) if "--out" not in (last, each.partition("=")[0])]
 
 
 def _commit() -> str:

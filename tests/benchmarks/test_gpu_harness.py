@@ -104,3 +104,11 @@ def test_a_deadline_is_over_after_its_minutes(gpu: Any, monkeypatch: pytest.Monk
     assert not limited.is_over and not unlimited.is_over
     clock[0] += 0.1
     assert limited.is_over and not unlimited.is_over
+
+
+@pytest.mark.parametrize(
+    "folder", [["--out", "/home/someone/results"], ["--out=/home/someone/results"], []], ids=["two words", "one word", "none"]
+)
+def test_the_command_of_a_result_names_no_folder(folder: list[str], gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["kernel_bench.py", "--verify", *folder, "--name", "a name"])
+    assert gpu.device_environment(torch.device("cpu"))["command"] == "benchmarks/gpu.sh --verify --name 'a name'"

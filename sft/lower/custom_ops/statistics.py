@@ -220,9 +220,9 @@ def biased_var_mean(self: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 def channel_var_mean(self: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Biased variance and mean of each channel, of images channels last.
 
-    As for :func:`channel_sums`, ATen's reduction of many rows and few columns is slow: 11 million elements of 64 channels take 143
-    microseconds on an H200 (``benchmarks/results/2026-11-27-h200-gpu-kernels.md``), seven times as long as to read them. The moments of the
-    columns of wide rows are merged with the update of Chan, Golub and LeVeque (1983).
+    As for :func:`channel_sums`, ATen's reduction of many rows and few columns is slow: 67 million elements of 64 channels, in six strips,
+    take 0.86 ms on an H200 (``benchmarks/results/2026-11-27-h200-gpu-kernels.md``). The moments of the columns of wide rows are merged with
+    the update of Chan, Golub and LeVeque (1983).
     """
     channels = self.shape[1]
     rows = self.movedim(1, -1)

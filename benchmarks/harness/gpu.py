@@ -11,17 +11,15 @@ import math
 import os
 import platform
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import sft
+from harness.provenance import bare_arguments, commit
 from sft.common.byte_units import format_bytes
 from sft.common.installation import installed_version
 
@@ -34,8 +32,6 @@ __all__ = [
     "memory_problem",
     "reserved_bytes",
 ]
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +148,8 @@ def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
 def device_environment(device: torch.device) -> dict[str, str]:
     """Environment of a result: command, commit, device, versions, and the settings that select kernels."""
     facts = {
-        "command": shlex.join(["benchmarks/gpu.sh", *_without_folder(sys.argv[1:])]),
-        "commit": _commit(),
+        "command": shlex.join(["benchmarks/gpu.sh", *bare_arguments()]),
+        "commit": commit(),
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "triton": installed_version("triton") or "not installed",
@@ -171,18 +167,3 @@ def device_environment(device: torch.device) -> dict[str, str]:
     facts |= {"device": f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})", "cudnn": str(torch.backends.cudnn.version())}
     facts |= {"memory": format_bytes(torch.cuda.get_device_properties(device).total_memory), "cuda": str(torch.version.cuda)}
     return facts | ({} if facts["triton"] == "not installed" else {"triton": compiler_version(device)})
-
-
-def _without_folder(arguments: Sequence[str]) -> list[str]:
-    """Arguments without ``--out FOLDER``, which names a folder of one machine."""
-    before = ("", *arguments)
-    return [each for last, each in zip(before, arguments, strict=False) if "--out" not in (last, each.partition("=")[0])]
-
-
-def _commit() -> str:
-    """The short commit of this checkout, with a plus sign when files differ from it."""
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    except OSError:  # a machine without git
-        return "unknown"

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import rich.markup
 import rich.table
 from matplotlib.figure import Figure
 
+from harness.provenance import bare_arguments, commit
 from sft.common.atomic_files import atomic_write
 
 __all__ = ["Table", "add_common_arguments", "environment", "mib", "positive_int", "result_stem", "write_results"]
@@ -82,21 +82,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
-    """The short commit of this checkout, with a plus sign when files differ from it."""
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    process = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return process.stdout.strip() or "unknown"
-
-
 def _command() -> str:
-    """The command line without the output folder, and the file that a run goes on from, which are the caller's own."""
-    bare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    bare.add_argument("--out")
-    bare.add_argument("--resume")
-    _, arguments = bare.parse_known_args()
     script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[2])
-    return shlex.join(["python", str(script), *arguments])
+    return shlex.join(["python", str(script), *bare_arguments()])
 
 
 def environment(threads: int) -> dict[str, str | int]:
@@ -104,7 +92,7 @@ def environment(threads: int) -> dict[str, str | int]:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "command": _command(),
-        "commit": _commit(),
+        "commit": commit(),
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sft.common.errors import InputError
+
 __all__ = ["Georeference"]
 
 
@@ -47,3 +49,26 @@ class Georeference:
         """Georeference of the image reduced by ``x`` and ``y``: px of this image per px of the reduced one."""
         a, b, c, d, e, f = self.transform
         return Georeference(crs_wkt=self.crs_wkt, transform=(a * x, b * y, c, d * x, e * y, f))
+
+    def pixels_of(self, other: Georeference) -> tuple[tuple[tuple[float, float], tuple[float, float]], tuple[float, float]]:
+        """Pixels of this image as a function of those of another one, in one coordinate system: the matrix, and the other's corner.
+
+        >>> scene, crop = (Georeference(crs_wkt="", transform=(10.0, 0.0, x, 0.0, -10.0, 900.0)) for x in (500.0, 530.0))
+        >>> scene.pixels_of(crop)
+        (((1.0, 0.0), (0.0, 1.0)), (3.0, 0.0))
+
+        Raises:
+            InputError: the transform of this image has no inverse.
+        """
+        a, b, c, d, e, f = self.transform
+        scale = a * e - b * d
+        if not scale:
+            raise InputError(f"cannot align images by map coordinates: the transform {self.transform} has no inverse. Correct the file.")
+
+        def position(x: float, y: float) -> tuple[float, float]:
+            """Column and row of a distance on the map."""
+            return (e * x - b * y) / scale + 0.0, (a * y - d * x) / scale + 0.0
+
+        p, q, r, s, t, u = other.transform
+        (xx, yx), (xy, yy) = position(p, s), position(q, t)
+        return ((xx, xy), (yx, yy)), position(r - c, u - f)

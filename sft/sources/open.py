@@ -115,8 +115,9 @@ def open_image(
         series: number of the image in a file or folder of several (OME-TIFF, bioformats2raw, DICOM). Default: `None` (the only one; of
             OME-TIFF the first)
         at: index along every axis other than channels, height and width, such as ``{"z": 12}`` (OME-TIFF, Zarr). Default: `None`
-        mask: use of pixels that a GeoTIFF marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``; see `sft.sources.GeoImage`.
-            Default: `None` (a nodata value is a value like others; files with a mask are refused)
+        mask: use of pixels that a GeoTIFF marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``; ``"band"`` for an alpha band that
+            has values, such as near infrared; see `sft.sources.GeoImage`. Default: `None` (a nodata value is a value like others; files
+            with a mask or an alpha band are refused)
         fill_value: of invalid pixels, with ``mask="fill"``. Default: 0
         channels: numbers or names of the channels to read, in this order, such as ``["DAPI", "CD3"]`` or ``[3, 2, 1]``. Names are those of
             OME or the descriptions of bands. Default: `None` (all)

@@ -46,7 +46,8 @@ class DataConfig:
         at: index along each axis other than channels, height and width, such as {z: 12} (OME-TIFF, Zarr).
         series: number of the image in files of several.
         invalid_pixels: use of pixels that a GeoTIFF marks as invalid: fill (they get fill_value), channel (a channel after the others: 1
-            where all bands are valid), or ignore; default: a nodata value is a value like others, and files with a mask are refused.
+            where all bands are valid), ignore, or band (an alpha band has values, such as near infrared); default: a nodata value is a
+            value like others, and files with a mask or an alpha band are refused.
         fill_value: of invalid pixels.
         mask_column: for segmentation: column of shapefiles and GeoPackages with the class, and the property of GeoJSON features without a
             classification of QuPath; default: class.
@@ -73,7 +74,7 @@ class DataConfig:
     clip: bool = False
     at: dict[str, int] | None = None
     series: int | None = None
-    invalid_pixels: Literal["fill", "channel", "ignore"] | None = None
+    invalid_pixels: Literal["fill", "channel", "ignore", "band"] | None = None
     fill_value: float = 0.0
     mask_column: str = "class"
     mask_crs: str | None = None

@@ -11,7 +11,7 @@ import tifffile
 import torch
 import yaml
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import open_image, percentile_range
 from sft.wsi.cli import read_config
@@ -186,6 +186,19 @@ def test_a_mask_of_valid_pixels_is_a_channel(tmp_path: Path) -> None:
     data = {"channels": [0, 1, 2], "invalid_pixels": "channel", "percentiles": [0, 100], "mpp": 20e6}
     pixels = _pixels(_config(tmp_path, data=data), tmp_path / "a.tif")
     assert pixels.shape == (3, 48, 32) and pixels[2, :5].max() == 0 and pixels[2, 5:].min() == 1
+
+
+def test_errors_of_readers_name_settings_of_the_run(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    bands = np.random.default_rng(0).integers(1, 255, (4, 32, 32)).astype(np.uint8)  # rasterio declares the fourth as alpha
+    profile = {"driver": "GTiff", "height": 32, "width": 32, "count": 4, "dtype": "uint8", "crs": "EPSG:32632"}
+    with rasterio.open(tmp_path / "a.tif", "w", transform=rasterio.Affine(10, 0, 6e5, 0, -10, 5e6), **profile) as file:
+        file.write(bands)
+    data = {"channels": [3, 0]}
+    with pytest.raises(SourceError, match=r"data.invalid_pixels: fill \(invalid ones get data.fill_value\).*data.invalid_pixels: band"):
+        _pixels(_config(tmp_path, data=data), tmp_path / "a.tif")
+    pixels = _pixels(_config(tmp_path, data={**data, "invalid_pixels": "band"}), tmp_path / "a.tif")
+    assert np.array_equal(pixels.mul(255).round().numpy(), bands[[3, 0]])
 
 
 def test_pictures_of_channels_are_rgb(tmp_path: Path) -> None:

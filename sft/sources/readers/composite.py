@@ -22,12 +22,12 @@ from sft.sources.image import Image, LevelledImage, Pixels, Rectangle, Size
 from sft.sources.readers.geotiff import same_coordinate_system
 from sft.sources.views import RasterView
 
-__all__ = ["Channel", "ChannelSelection", "ChannelStack", "Mosaic", "lie_at_one_place"]
+__all__ = ["GRID_TOLERANCE_PX", "Channel", "ChannelSelection", "ChannelStack", "Mosaic", "lie_at_one_place"]
 
 #: A channel by number or name.
 Channel: TypeAlias = int | str
 #: Largest distance of two grids, in pixels.
-_GRID_TOLERANCE_PX = 1e-3
+GRID_TOLERANCE_PX = 1e-3
 
 
 def lie_at_one_place(images: Sequence[Image]) -> bool:
@@ -35,7 +35,7 @@ def lie_at_one_place(images: Sequence[Image]) -> bool:
     first, *others = (RasterView(image).georeference for image in images)
     if first is None or any(other is None for other in others):
         return True
-    return all(other is not None and np.abs(_offset_px(first, other)).max() <= _GRID_TOLERANCE_PX for other in others)
+    return all(other is not None and np.abs(_offset_px(first, other)).max() <= GRID_TOLERANCE_PX for other in others)
 
 
 class _Composite(LevelledImage):
@@ -186,14 +186,14 @@ class Mosaic(_Composite):
         size = (max(image.width_px, self.images[0].width_px), max(image.height_px, self.images[0].height_px))
         steps, other_steps = _steps(first), _steps(other)
         drift_px = np.abs(np.linalg.solve(steps, other_steps - steps) * size).max()
-        if drift_px > _GRID_TOLERANCE_PX:
+        if drift_px > GRID_TOLERANCE_PX:
             own, its = (_pixel_text(each) for each in (first, other))
             raise self._refusal(
                 name, f"a pixel is {its}, and in {self.names[0]} {own}", "Give one of them the grid of the other (gdalwarp -tr)"
             )
         offset = _offset_px(first, other)
         whole = np.rint(offset)
-        if np.abs(offset - whole).max() > _GRID_TOLERANCE_PX:
+        if np.abs(offset - whole).max() > GRID_TOLERANCE_PX:
             raise self._refusal(
                 name,
                 f"its corner is {offset[0]:.4g} columns and {offset[1]:.4g} rows from that of {self.names[0]}, which are not integers",

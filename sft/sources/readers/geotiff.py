@@ -6,8 +6,8 @@ with ``mask=``. Policies:
 - *Invalid pixels.* GDAL marks pixels as invalid by a nodata value, an internal mask or an alpha band. With ``mask=None`` a nodata value is
   a value like others, and a file with an internal mask or an alpha band is refused, since its invalid pixels would count.
   ``mask="fill"`` sets invalid pixels to ``fill_value``. ``mask="channel"`` appends a channel, the largest value of the type (1 in
-  floating-point types) where all bands are valid and 0 elsewhere; invalid NaN get ``fill_value``. ``mask="ignore"`` reads the bands as
-  they are stored.
+  floating-point types) where all bands are valid and 0 elsewhere; invalid NaN get ``fill_value``. ``mask="ignore"`` reads the bands but
+  alpha as they are stored, ``mask="band"`` all of them: GDAL declares the fourth band of 8 bits as alpha, near infrared as well.
 - *Missing tiles* have the nodata value, and are invalid; without one they are 0.
 - *Overviews* are the levels. A file without overviews has one.
 - *Georeference.* Any affine transform, also a rotated one. A file with ground control points only has none.
@@ -36,9 +36,14 @@ from sft.sources.normalize import PIXEL_DTYPES
 from sft.sources.readers.remote import RemotePath
 from sft.sources.readers.thread_pool import resolve_threads
 
-__all__ = ["GeoImage", "MaskMode", "georeference_mpp", "has_rasterio", "read_georeference", "same_coordinate_system"]
+__all__ = ["ALPHA_CHOICES", "GeoImage", "MaskMode", "georeference_mpp", "has_rasterio", "read_georeference", "same_coordinate_system"]
 
-MaskMode: TypeAlias = Literal["fill", "channel", "ignore"]
+MaskMode: TypeAlias = Literal["fill", "channel", "ignore", "band"]
+#: Choices for a file with an alpha band, for messages.
+ALPHA_CHOICES = (
+    'If it marks valid pixels, choose mask="fill" (invalid ones get fill_value), mask="channel" (an additional channel) or mask="ignore"; '
+    'if it has values, as near infrared does in many files of four bands, choose mask="band".'
+)
 _UM_PER_M = 1e6
 
 
@@ -60,8 +65,8 @@ class GeoImage(FileImage[_GeoHandle]):
 
     Args:
         path: of the file: GeoTIFF, COG, VRT, and the other formats of rasterio.
-        mask: use of pixels that the file marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``. Default: `None` (refuse files with a
-            mask or an alpha band)
+        mask: use of pixels that the file marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``; ``"band"`` for an alpha band that
+            has values. Default: `None` (refuse files with a mask or an alpha band)
         fill_value: of invalid pixels with ``mask="fill"``, and of invalid NaN with ``mask="channel"``. Default: 0
         num_threads: number of tiles that GDAL decodes in parallel. Default: `None` (the cores of this process, at most four)
         host_budget_bytes: limit of a decoded tile or strip. Default: `None` (1 GiB)
@@ -102,8 +107,9 @@ class GeoImage(FileImage[_GeoHandle]):
             overviews = first.overviews(1) if first.count else []
             if all(first.overviews(band) == overviews for band in first.indexes):
                 opened += [open_dataset(self.path, overview_level=number) for number in range(len(overviews))]
-        alpha = [band for band, colour in zip(first.indexes, first.colorinterp, strict=True) if colour.name == "alpha"]
-        return _GeoHandle(levels=tuple(opened), bands=[band for band in first.indexes if band not in alpha])
+        colours = zip(first.indexes, first.colorinterp, strict=True)
+        bands = [band for band, colour in colours if colour.name != "alpha" or self.mask == "band"]
+        return _GeoHandle(levels=tuple(opened), bands=bands)
 
     def _describe(self, handle: _GeoHandle) -> ImageFacts:
         first = handle.levels[0]
@@ -150,11 +156,12 @@ class GeoImage(FileImage[_GeoHandle]):
             )
         flags = {flag.name for band in dataset.mask_flag_enums for flag in band}
         if self.mask is None and "per_dataset" in flags:
-            kind = "an alpha band" if "alpha" in flags else "an internal mask"
+            if "alpha" in flags:
+                raise SourceError(f"cannot read {self.path}: one of its {dataset.count} bands is declared as alpha. {ALPHA_CHOICES}")
             raise SourceError(
-                f"cannot read {self.path}: it has {kind} of valid pixels ({dataset.width} x {dataset.height} px), and invalid pixels would "
-                'count. Choose mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore"; or write a copy '
-                "without it (gdal_translate -mask none)."
+                f"cannot read {self.path}: it has an internal mask of valid pixels ({dataset.width} x {dataset.height} px), and invalid "
+                'pixels would count. Choose mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore"; or write a '
+                "copy without it (gdal_translate -mask none)."
             )
         if not self.palette and any(colour.name == "palette" for colour in dataset.colorinterp):
             raise SourceError(

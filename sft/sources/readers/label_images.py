@@ -8,7 +8,7 @@ A label map has the types of pixels and further integers. Policies:
 - *PNG and other pictures* are decoded completely, within a host budget; Pillow's limit on the number of pixels does not count.
 - *Values* are those that are stored, as tifffile and GDAL read them: grey of 2 and 4 bits is not scaled to 255, and a TIFF with white as
   0 (miniswhite, as tifffile writes Boolean arrays) is not inverted.
-- *Another resolution* (`CellView`): the label under the centre of each pixel.
+- *Another place or resolution* (`sft.sources.readers.label_alignment`): the label under the centre of each pixel.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from sft.common.untrusted.foreign_files import file_format
 from sft.sources.arrays import ArrayImage
 from sft.sources.file_image import DecodedFile
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Rectangle, Size, missing_extra, pixel_dtype
-from sft.sources.labels import ImageLabels, IndexArray, label_cells
+from sft.sources.labels import ImageLabels
 from sft.sources.readers.composite import ChannelSelection
 from sft.sources.readers.geotiff import GeoImage
+from sft.sources.readers.label_alignment import align_labels
 from sft.sources.readers.remote import naming_remote_errors, source_path
 from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
 from sft.sources.tiff import NotTiledError, TiffImage
-from sft.sources.views import OneLevelView, RasterView
+from sft.sources.views import RasterView
 
-__all__ = ["CellView", "ColourTable", "open_label_image", "open_labels"]
+__all__ = ["ColourTable", "open_label_image", "open_labels"]
 
 #: ``(red, green, blue)`` to label.
 ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
@@ -64,8 +65,8 @@ def open_labels(
 
     Args:
         path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image.
-        like: image that the labels belong to. A label map of another resolution follows the rule of `sft.sources.label_cells`: each pixel
-            has the label under its centre. Default: `None` (the size of the label map)
+        like: image that the labels belong to. Each pixel has the label under its centre: by map coordinates if both have them, otherwise
+            by the quotient of the sizes (`sft.sources.label_cells`). Default: `None` (the size of the label map)
         values: label of each value. Default: `None` (the values are the labels)
         channel: number of the channel that holds the labels, in a map of several: 0 in PANDA. Default: `None`
         colours: label of each colour, in a map of RGB. Default: `None`
@@ -75,15 +76,13 @@ def open_labels(
 
     Raises:
         BudgetError: a picture, tile or strip exceeds the host budget.
-        InputError: several channels without a choice, values that are not integers, or sides of another ratio than the image's.
+        InputError: several channels without a choice, values that are not integers, sides of another ratio than the image's, or map
+            coordinates that do not cover the image.
         SourceError: it cannot be read.
     """
     labels: Image = open_label_image(path, channel=channel, colours=colours, series=series, at=at, host_budget_bytes=host_budget_bytes)
     if like is not None:
-        size = (like.width_px, like.height_px)
-        own_size = (labels.width_px, labels.height_px)
-        cells = label_cells(own_size, slide_size=size, image_size=size, scale=(1.0, 1.0), name=str(path))
-        labels = labels if cells is None else CellView(labels, *cells)
+        labels = align_labels(labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=str(path))
     return ImageLabels(labels, values=values)
 
 
@@ -315,35 +314,3 @@ class ColourLabels(RasterView):
             )
         labels: Pixels = self._labels[places][..., None]
         return labels
-
-
-class CellView(OneLevelView):
-    """Label image of another resolution: for each row and column, the row and column of the image below.
-
-    Args:
-        image: of one channel.
-        rows: row of the image for each row of the view.
-        columns: column of the image for each column of the view.
-    """
-
-    def __init__(self, image: Image, rows: IndexArray, columns: IndexArray) -> None:
-        super().__init__(image)
-        self.rows, self.columns = rows, columns
-
-    def _size_px(self) -> Size:
-        return len(self.columns), len(self.rows)
-
-    def _tile_px(self) -> None:
-        """None: tiles of the image below lie at other places."""
-
-    @property
-    def mpp(self) -> tuple[float, float] | None:
-        """None: the image that the labels belong to states it."""
-        return None
-
-    def _read(self, rectangle: Rectangle) -> Pixels:
-        of_rows, of_columns = rectangle.slices
-        rows, columns = self.rows[of_rows], self.columns[of_columns]
-        top, left = int(rows.min()), int(columns.min())
-        block = self.image.read(left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
-        return np.ascontiguousarray(block[(rows - top)[:, None], columns - left])

@@ -7,7 +7,7 @@
   palettes, CMYK, and vendors with tiles that overlap or are placed by a table.
 - *Content that would be misread is refused* with a `SourceError`: samples of 1, 2, 4 or 12 bits, grey values with a colour table, colour
   tables of GeoTIFFs, rotated images, several images of one size without a description of their axes, pixels in another file, missing
-  directories, internal masks.
+  directories, internal masks, alpha bands of GeoTIFFs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 
 from sft.common.errors import InputError, SourceError
 from sft.sources.normalize import PIXEL_DTYPES
+from sft.sources.readers.geotiff import ALPHA_CHOICES
 from sft.sources.tiff.metadata import PLACE_TAGS
 
 __all__ = ["JPEG", "YCBCR", "LevelPages", "NotTiledError", "select_levels"]
@@ -94,6 +95,8 @@ def select_levels(
         )
     _check_directories(path, tiff)
     _refuse_masks(path, tiff)
+    if not labels:
+        _refuse_alpha_band(path, first)
     if tiff.is_ome or tiff.is_imagej:
         levels = _series_levels(path, tiff, series, at or {})
     else:
@@ -205,6 +208,20 @@ def _refuse_masks(path: Path, tiff: Any) -> None:
             f"cannot read {path}: it has an internal mask of valid pixels ({masks[0].imagewidth} x {masks[0].imagelength} px), which is "
             "not read, so invalid pixels would count. The reader of the extra geo reads masks (open_image(path, mask=...)); or write a "
             "copy without it (gdal_translate -mask none), with its invalid pixels set to the background."
+        )
+
+
+def _refuse_alpha_band(path: Path, page: Any) -> None:
+    """Refuse a GeoTIFF with an alpha band: it would count as a channel, or colours would be laid over a background by it.
+
+    Programs declare the near infrared of four bands of 8 bits as alpha (the default of GDAL), so the caller says which of the two it is.
+
+    Raises:
+        SourceError: it has one.
+    """
+    if any(tag in page.tags for tag in PLACE_TAGS) and any(int(kind) in _ALPHA for kind in page.extrasamples):
+        raise SourceError(
+            f"cannot read {path}: band {page.samplesperpixel} of {page.samplesperpixel} is declared as alpha. {ALPHA_CHOICES}"
         )
 
 

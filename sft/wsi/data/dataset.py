@@ -29,6 +29,7 @@ from sft.common.errors import SftError
 from sft.common.interval import Interval
 from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source, Tiles
 from sft.sources.image import Image, pixel_dtype
+from sft.sources.readers.label_alignment import align_labels
 from sft.sources.readers.label_images import open_label_image
 from sft.sources.value_range import ValueRange
 from sft.sources.views import RasterView
@@ -38,8 +39,9 @@ from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.data.cache_budget import cache_budget
-from sft.wsi.data.label_maps import IGNORED_LABEL, align_labels, count_values, label_problem, naming_settings
+from sft.wsi.data.label_maps import IGNORED_LABEL, count_values, label_problem
 from sft.wsi.data.pixel_values import as_picture, fixed_range, measured_range
+from sft.wsi.data.setting_names import naming_settings
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
 from sft.wsi.data.table import SlideRecord
@@ -200,13 +202,8 @@ class SlideDataset:
             size = {"width_px": image.width_px, "height_px": image.height_px}
             labels = AnnotationLabels(layers, **size, scale=slide.scale, name=str(record.mask))
         else:
-            labels = align_labels(
-                open_label_image(record.mask, channel=data.mask_channel),
-                slide_size=(slide.pyramid.width_px, slide.pyramid.height_px),
-                image_size=(image.width_px, image.height_px),
-                scale=slide.scale,
-                name=str(record.mask),
-            )
+            label_map, size_px = open_label_image(record.mask, channel=data.mask_channel), (image.width_px, image.height_px)
+            labels = align_labels(label_map, slide.pyramid, image_size=size_px, scale=slide.scale, name=str(record.mask))
         return labels if box is None else Cropped(labels, x=box.x, y=box.y, w=box.w, h=box.h)
 
     @property

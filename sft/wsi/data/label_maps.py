@@ -5,7 +5,7 @@ A label map has one value for each pixel. By default the value is the index of t
 to ignore a third. A class that no training slide has a pixel of is a mistake in the masks nearly always: the most common binary mask, of
 0 and 255, would otherwise be read as background and ignored pixels, and train on nothing.
 
-A label map of another resolution is aligned by the rule of `sft.sources.label_cells`. Annotations (GeoJSON, ASAP XML) are label maps,
+Label maps are aligned with their slides by `sft.sources.readers.label_alignment`. Annotations (GeoJSON, ASAP XML) are label maps,
 too: a class has the polygons of its name, and the first class also the pixels outside of all polygons.
 """
 
@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.common.errors import InputError
-from sft.sources import label_cells
-from sft.sources.image import Image, Raster, Size, read_strips
-from sft.sources.readers.label_images import CellView
+from sft.sources.image import Image, read_strips
 
-__all__ = ["IGNORED_LABEL", "absent_classes", "align_labels", "count_values", "label_problem", "naming_settings", "values_text"]
+__all__ = ["IGNORED_LABEL", "absent_classes", "count_values", "label_problem", "values_text"]
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
@@ -36,46 +32,6 @@ _MAX_COUNTED = 1 << 16
 _MAX_LISTED = 20
 #: Distinct values of a label map at most; more are not labels.
 _MAX_VALUES = 4096
-#: Remedies of the readers of label maps, which are arguments in Python, and the settings of a run that have their effect.
-_SETTINGS = (
-    ("Name each class; ignore_others=True leaves them out", "Name each in task.classes; data.ignore_other_classes: true leaves them out"),
-    ("column= chooses the one with the class", "data.mask_column chooses the one with the class"),
-    ("Choose one: column=.", "Choose one: data.mask_column."),
-    ('Choose crs="OGC:CRS84" or crs="pixels"', "Set data.mask_crs to OGC:CRS84 or to pixels"),
-    (
-        "Choose channel=0 (in PANDA the label is in red), or give colours={(r, g, b): label}; or save one channel of it",
-        "Set data.mask_channel: 0 (in PANDA the label is in red), or save one channel of it",
-    ),
-)
-
-
-@contextmanager
-def naming_settings() -> Iterator[None]:
-    """Context in which errors of a label map or of annotations name settings of a run in place of arguments."""
-    try:
-        yield
-    except InputError as error:
-        text = str(error)
-        for argument, setting in _SETTINGS:
-            text = text.replace(argument, setting)
-        raise InputError(text) from error
-
-
-def align_labels(labels: Raster, *, slide_size: Size, image_size: Size, scale: tuple[float, float], name: str) -> Image:
-    """The label map of an image, from one of any resolution; the rule is that of `sft.sources.label_cells`.
-
-    Args:
-        labels: of the whole slide, one channel.
-        slide_size: (width, height) of the slide's largest level, in px.
-        image_size: (width, height) of the image, in px.
-        scale: px of the largest level for a pixel of the image, (x, y).
-        name: of the label map, for messages.
-
-    Raises:
-        InputError: its sides have another ratio than the slide's, by more than a pixel of the label map.
-    """
-    cells = label_cells((labels.width_px, labels.height_px), slide_size=slide_size, image_size=image_size, scale=scale, name=name)
-    return labels if cells is None else CellView(labels, *cells)
 
 
 def count_values(labels: npt.NDArray[Any] | Image) -> dict[int, int]:

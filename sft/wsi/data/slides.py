@@ -14,6 +14,7 @@ from sft.common.errors import InputError, some_names
 from sft.sources import OnError, Raster, at_mpp, open_image
 from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.views import AtLevel, RasterView
+from sft.wsi.data.setting_names import naming_settings
 from sft.wsi.data_config import DataConfig
 
 __all__ = ["OpenedSlide", "SlideInfo", "make_thumbnail", "open_slide", "slide_info"]
@@ -124,10 +125,11 @@ def open_slide(
     if data is not None:
         options = {"channels": data.channels, "at": data.at, "series": data.series}
         options |= {"mask": data.invalid_pixels, "fill_value": data.fill_value}
-    if len(files) > 1:
-        pyramid = open_image(files, mpp=mpp, slide_mpp=slide_mpp, on_error=on_error, **options)
-    else:
-        pyramid = open_image(files[0], slide_mpp=slide_mpp, on_error=on_error, **options)
+    with naming_settings():
+        if len(files) > 1:
+            pyramid = open_image(files, mpp=mpp, slide_mpp=slide_mpp, on_error=on_error, **options)
+        else:
+            pyramid = open_image(files[0], slide_mpp=slide_mpp, on_error=on_error, **options)
     if (data is None or data.channels is None) and (pyramid.num_channels != 3 or pixel_dtype(pyramid) != np.uint8):
         names = RasterView(pyramid).channel_names
         listed = f" ({some_names(names)})" if names else ""

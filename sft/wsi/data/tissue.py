@@ -20,6 +20,7 @@ from sft.common.errors import InputError, SftError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
 from sft.sources.labels import size_problem
+from sft.sources.readers.label_alignment import check_same_field
 from sft.sources.readers.label_images import open_label_image
 from sft.sources.views import RasterView
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
@@ -69,12 +70,14 @@ def read_area(path: Path, slide: Raster, *, crs: str | None = None) -> TissueAre
         crs: coordinate system of GeoJSON, in place of the file's; see `sft.tissue.read_geojson`. Default: `None`
 
     Raises:
-        InputError: it has channels, or its size is that of no resolution of the slide (`sft.sources.labels.size_problem`).
+        InputError: it has channels, its size is that of no resolution of the slide (`sft.sources.labels.size_problem`), or its map
+            coordinates are those of another field.
         SourceError: it cannot be read, or a library for it is missing.
     """
     if path.suffix.lower() in _GEOJSON:
         return read_geojson(path, georeference=RasterView(slide).georeference, crs=crs)
     mask, width_px, height_px = read_mask(path), slide.width_px, slide.height_px
+    check_same_field(open_label_image(path), slide, f"mask {path}")
     problem = size_problem((mask.shape[1], mask.shape[0]), (width_px, height_px))
     if problem is not None:
         raise InputError(

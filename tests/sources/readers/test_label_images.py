@@ -14,7 +14,7 @@ import torch
 
 from sft import BudgetError, InputError, SourceError
 from sft.common.interval import Interval
-from sft.sources import ArrayImage, ImageLabels, open_image, open_labels
+from sft.sources import ArrayImage, Cropped, Georeference, ImageLabels, open_image, open_labels
 
 tifffile = pytest.importorskip("tifffile")
 pillow = pytest.importorskip("PIL.Image")
@@ -260,3 +260,59 @@ def test_polygons_are_no_label_map(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("polygons of some format")
     with pytest.raises(SourceError, match=r"it has polygons, no pixels.*AnnotationLabels\(sft\.tissue\.read_annotations"):
         open_labels(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "size"),
+    [
+        ((-7, -4), 1, (120, 100)),  # a map of a larger field
+        ((-3.25, -1.5), 1, (120, 100)),  # pixels that do not coincide
+        ((0, 0), 0.3, (300, 234)),  # finer pixels
+        ((-2, -6), 2, (50, 40)),  # coarser ones
+        ((0, 0), 2, (45, 35)),  # a level: without the incomplete pixels at the border
+    ],
+)
+def test_georeferenced_labels_lie_where_their_map_coordinates_say(
+    first: tuple[float, float], step: float, size: tuple[int, int], tmp_path: Path
+) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    from tests.sources.readers.test_rasters import SENTINEL, write
+
+    transform = SENTINEL["transform"]
+    width, height = (91, 71) if size == (45, 35) else (90, 70)
+    scene = open_image(write(tmp_path / "scene.tif", np.zeros((height, width, 2), np.uint16)))
+    values = _map(shape=size[::-1])
+    placed = transform @ rasterio.Affine.translation(*first) @ rasterio.Affine.scale(step)
+    path = write(tmp_path / "labels.tif", values[..., None], transform=placed)
+    columns, rows = (
+        np.minimum(np.floor((np.arange(count) + 0.5 - corner) / step + 1e-9), labels - 1).astype(int)
+        for count, corner, labels in zip((width, height), first, size, strict=True)
+    )
+    expected = values[rows][:, columns]
+    assert np.array_equal(labels_of(open_labels(path, like=scene)), expected)
+    crop = Cropped(scene, x=11, y=5, w=40, h=30)
+    assert np.array_equal(labels_of(pickle.loads(pickle.dumps(open_labels(path, like=crop)))), expected[5:35, 11:51])
+
+
+def test_georeferenced_labels_of_another_place_are_refused(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    from tests.sources.readers.test_rasters import SENTINEL, write
+
+    transform = SENTINEL["transform"]
+    scene = open_image(write(tmp_path / "scene.tif", np.zeros((70, 90, 2), np.uint16)))
+    values = _map()[..., None]
+    moved = write(tmp_path / "moved.tif", values, transform=transform @ rasterio.Affine.translation(10, -3))
+    with pytest.raises(InputError, match=r"begins at column 10, row -3 of the image.*so 10 columns and 3 rows have no label"):
+        open_labels(moved, like=scene)
+    zone = write(tmp_path / "zone.tif", values, crs="EPSG:32633")
+    with pytest.raises(InputError, match="their coordinate systems differ"):
+        open_labels(zone, like=scene)
+    turned = write(tmp_path / "turned.tif", values, transform=transform @ rasterio.Affine.rotation(1))
+    with pytest.raises(InputError, match="its rows are not parallel to those of the image"):
+        open_labels(turned, like=scene)
+    flat = Georeference(crs_wkt="", transform=(10.0, 10.0, 0.0, 10.0, 10.0, 0.0))
+    with pytest.raises(InputError, match="has no inverse"):
+        flat.pixels_of(flat)
+    np.save(tmp_path / "plain.npy", values[..., 0])
+    plain = open_labels(tmp_path / "plain.npy", like=scene)
+    assert np.array_equal(labels_of(plain), values[..., 0]), "without map coordinates the sizes count"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft import InputError, SourceError
-from sft.sources import Cropped, Normalized, Slide, open_image
+from sft.sources import Cropped, Normalized, open_image
 from sft.sources.views import RasterView
 from tests.sources.test_pixel_types import numbers
 
@@ -97,19 +97,24 @@ def test_invalid_pixels_have_a_policy_cog_best_practices_8(kind: str, tmp_path: 
     assert np.array_equal(filled.read(0, 0, 90, 70), np.where(valid[..., None], stored, 42))
     assert np.array_equal(open_image(path, mask="ignore").read(0, 0, 90, 70), stored)
     if kind != "nodata":
-        with pytest.raises(SourceError, match=r'Choose mask="fill"'):
+        with pytest.raises(SourceError, match=r"[Cc]hoose mask=.fill"):
             open_image(path, reader="geo")
 
 
-def test_an_alpha_band_of_colours(tmp_path: Path) -> None:
-    pixels = numbers((64, 64, 4), "uint8")
-    path = write(tmp_path / "a.tif", pixels, alpha=True)
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_an_alpha_band_needs_a_choice(dtype: str, tiled: bool, tmp_path: Path) -> None:
+    """Rasterio declares near infrared as alpha: the fourth of four bands of 8 bits."""
+    pixels = numbers((64, 64, 4), dtype)
+    path = write(tmp_path / "a.tif", pixels, alpha=dtype == "uint16", tiled=tiled)
+    if dtype == "uint8":
+        with rasterio.open(path, "w", driver="GTiff", height=64, width=64, count=4, dtype=dtype, tiled=tiled, **SENTINEL) as file:
+            file.write(pixels.transpose(2, 0, 1))
+    for reader in ("auto", "tiff", "geo"):
+        with pytest.raises(SourceError, match=r'declared as alpha.*mask="fill".*near infrared.*mask="band"'):
+            open_image(path, reader=reader)
     assert np.array_equal(open_image(path, mask="ignore").read(0, 0, 64, 64), pixels[..., :3])
-    with pytest.raises(SourceError, match=r"an alpha band of valid pixels.*Choose mask=.fill"):
-        open_image(path, reader="geo")
-    composed = open_image(path)
-    assert isinstance(composed, Slide), "colours are laid over the background"
-    assert composed.georeference is not None and composed.georeference.transform == SENTINEL["transform"][:6]
+    assert np.array_equal(open_image(path, mask="band").read(0, 0, 64, 64), pixels)
 
 
 @pytest.mark.parametrize(("nodata", "background"), [(-9999, 0), (70_000, 65_535), (float("nan"), 0), (12.4, 12)])

@@ -18,12 +18,15 @@ import sft
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import ArrayImage, Cropped, ImageLabels, LabelSource
+from sft.sources.readers.label_alignment import align_labels
 from sft.tissue import Regions, TissueMask
-from sft.wsi.data.label_maps import absent_classes, align_labels, count_values, label_problem, values_text
+from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
 from sft.wsi.data.tissue import area_bounding_box, read_area, read_mask
 from sft.wsi.data.transforms import Turned
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
 from tests.helpers.wsi import run_wsi as main
+
+SLIDE = ArrayImage(np.zeros((101, 75, 3), np.uint8))
 
 
 def _maps(folder: Path, values: dict[str, tuple[int, ...]], suffix: str = ".png") -> Path:
@@ -216,7 +219,7 @@ def _labels_under_centres(values: Any, size: tuple[int, int], scale: float, labe
 )
 def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], label_px: tuple[float, float]) -> None:
     values = np.random.default_rng(0).integers(0, 250, shape).astype(np.uint8)
-    labels = align_labels(ArrayImage(values), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+    labels = align_labels(ArrayImage(values), SLIDE, image_size=(37, 50), scale=(2.0, 2.0), name="m")
     expected = _labels_under_centres(values, (50, 37), 2.0, label_px)
     assert np.array_equal(labels.read(0, 0, 37, 50)[..., 0], expected)
     assert count_values(labels) == count_values(expected)
@@ -237,16 +240,30 @@ def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], la
 def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int], tmp_path: Path) -> None:
     problem = "one pixel states no resolution" if shape == (1, 1) else "the sides have another ratio"
     with pytest.raises(InputError, match=rf"{shape[1]} x {shape[0]} px, its slide 75 x 101 px, .*{problem}"):
-        align_labels(ArrayImage(np.zeros(shape, np.uint8)), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+        align_labels(ArrayImage(np.zeros(shape, np.uint8)), SLIDE, image_size=(37, 50), scale=(2.0, 2.0), name="m")
     np.save(tmp_path / "tissue.npy", np.ones(shape, np.uint8))
-    slide = ArrayImage(np.zeros((101, 75, 3), np.uint8))
     with pytest.raises(InputError, match=rf"{shape[1]} x {shape[0]} px for .* of 75 x 101 px: {problem}"):
-        read_area(tmp_path / "tissue.npy", slide)
+        read_area(tmp_path / "tissue.npy", SLIDE)
     Image.fromarray(np.full(shape, 255, np.uint8)).save(tmp_path / "tissue.png")
     with pytest.raises(InputError, match=rf"for a slide of 75 x 101 px: {problem}"):
         TissueMask.load_png(tmp_path / "tissue.png", width_px=75, height_px=101)
     with pytest.raises(InputError, match=rf"of 75 x 101 px for {shape[1]} x {shape[0]} px: {problem}"):
         TissueMask(pixels=np.ones((1, 1), bool), width_px=75, height_px=101).at(shape[1], shape[0])
+
+
+def test_tissue_of_another_place_on_the_map_is_refused(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    from tests.sources.readers.test_rasters import SENTINEL, write
+
+    scene: Any = sft.sources.open_image(write(tmp_path / "scene.tif", np.zeros((101, 75, 3), np.uint16)))
+    mask = np.ones((51, 38, 1), np.uint8)
+    half = SENTINEL["transform"] @ rasterio.Affine.scale(2)
+    assert read_area(write(tmp_path / "same.tif", mask, transform=half), scene).bounding_box() is not None
+    with pytest.raises(InputError, match=r"begins at column 20, row 0 of the image"):
+        read_area(write(tmp_path / "right.tif", mask, transform=half @ rasterio.Affine.translation(10, 0)), scene)
+    wider = np.ones((61, 48, 1), np.uint8)
+    with pytest.raises(InputError, match=r"has 48 x 61 px, of which .* the image has columns 10 to 47.5 and rows 10 to 60.5"):
+        read_area(write(tmp_path / "wider.tif", wider, transform=half @ rasterio.Affine.translation(-10, -10)), scene)
 
 
 def test_a_run_takes_label_maps_of_a_lower_resolution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

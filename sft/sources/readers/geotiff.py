@@ -160,8 +160,8 @@ class GeoImage(FileImage[_GeoHandle]):
                 raise SourceError(f"cannot read {self.path}: one of its {dataset.count} bands is declared as alpha. {ALPHA_CHOICES}")
             raise SourceError(
                 f"cannot read {self.path}: it has an internal mask of valid pixels ({dataset.width} x {dataset.height} px), and invalid "
-                'pixels would count. Choose mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore"; or write a '
-                "copy without it (gdal_translate -mask none)."
+                'pixels would count. Choose mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore"; or '
+                "write a copy without it (gdal_translate -mask none)."
             )
         if not self.palette and any(colour.name == "palette" for colour in dataset.colorinterp):
             raise SourceError(

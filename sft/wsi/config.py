@@ -18,7 +18,7 @@ from sft.wsi.config_checks import (
     annotation_problems,
     byte_problems,
     channel_problems,
-    mask_value_problems,
+    label_map_problems,
     refuse,
     refuse_nulls,
     tile_problems,
@@ -323,7 +323,7 @@ class Config:
             )
         elif (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
-        problems += mask_value_problems(self.data.mask_values, self.task)
+        problems += label_map_problems(self.data, self.task)
         problems += annotation_problems(self.data, self.task)
         if self.model.takes_tiles and self.model.norm == "train" and self.ranks.bands > 1:
             problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from math import isfinite
@@ -19,7 +20,7 @@ __all__ = [
     "annotation_problems",
     "byte_problems",
     "channel_problems",
-    "mask_value_problems",
+    "label_map_problems",
     "pixel_problems",
     "refuse",
     "refuse_nulls",
@@ -99,21 +100,35 @@ def tile_problems(model: ModelConfig) -> list[str]:
     return problems
 
 
-def mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list[str]:
-    """Problems of the classes that values of label maps have."""
-    if values is None:
-        return []
+def label_map_problems(data: DataConfig, task: TaskConfig) -> list[str]:
+    """Problems of the classes that values or colours of label maps have."""
+    problems: list[str] = []
+    tables: dict[str, dict[Any, int] | None] = {"mask_values": data.mask_values, "mask_colours": data.mask_colours}
+    for name, table in tables.items():
+        if table is not None:
+            problems += _class_problems(f"data.{name}", "value" if name == "mask_values" else "colour", table, task)
+    wrong = [colour for colour in data.mask_colours or {} if not re.fullmatch("#[0-9a-fA-F]{6}", colour)]
+    if wrong:
+        problems.append(f'data.mask_colours {wrong[0]!r}: give red, green and blue in hexadecimal digits, such as "#ff0000"')
+    if data.mask_colours is not None and (data.mask_values is not None or data.mask_channel is not None):
+        other = "mask_values" if data.mask_values is not None else "mask_channel"
+        problems.append(f"data.mask_colours and data.{other} are two ways to read a label map; leave one of them out")
+    return problems
+
+
+def _class_problems(setting: str, kind: str, table: dict[Any, int], task: TaskConfig) -> list[str]:
+    """Problems of a table of class indices."""
     if task.kind != "segmentation":
-        return [f"data.mask_values with task.kind {task.kind}: values of label maps are for segmentation"]
+        return [f"{setting} with task.kind {task.kind}: label maps are for segmentation"]
     classes = task.classes or []
-    wrong = sorted({index for index in values.values() if not (0 <= index < len(classes) or index == _IGNORED_INDEX)})
-    unused = [name for index, name in enumerate(classes) if index not in values.values()]
+    wrong = sorted({index for index in table.values() if not (0 <= index < len(classes) or index == _IGNORED_INDEX)})
+    unused = [name for index, name in enumerate(classes) if index not in table.values()]
     problems = []
     if wrong:
-        allowed = f"classes are 0 to {len(classes) - 1}, and {_IGNORED_INDEX} is for ignored values"
-        problems.append(f"data.mask_values {values}: {', '.join(map(str, wrong))} is not a class; {allowed}")
+        allowed = f"classes are 0 to {len(classes) - 1}, and {_IGNORED_INDEX} is for ignored {kind}s"
+        problems.append(f"{setting} {table}: {', '.join(map(str, wrong))} is not a class; {allowed}")
     if unused:
-        problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
+        problems.append(f"{setting} {table}: no {kind} is of class {', '.join(unused)}; give each class a {kind}")
     return problems
 
 

@@ -262,7 +262,7 @@ class ColourLabels(RasterView):
     """Labels of an RGB image by a table of colours.
 
     Args:
-        image: RGB of uint8.
+        image: RGB of uint8, or RGBA of opaque colours.
         colours: label of each colour.
 
     Raises:
@@ -271,7 +271,7 @@ class ColourLabels(RasterView):
 
     def __init__(self, image: Image, colours: ColourTable) -> None:
         super().__init__(image)
-        if super().num_channels != 3 or super().dtype != np.uint8:
+        if super().num_channels not in (3, 4) or super().dtype != np.uint8:
             raise InputError(
                 f"cannot look up colours of {image}: it has {super().num_channels} channels of {super().dtype}. Give RGB of uint8."
             )
@@ -302,6 +302,8 @@ class ColourLabels(RasterView):
 
     def _read(self, rectangle: Rectangle) -> Pixels:
         pixels = rectangle.read(self.image).astype(np.uint32)
+        if pixels.shape[2] == 4 and (pixels[..., 3] < 255).any():
+            raise InputError(f"cannot look up colours of {self.image}: pixels are transparent. Give RGB, or opaque colours.")
         codes = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
         places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
         unknown = self._codes[places] != codes

@@ -39,7 +39,7 @@ from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.data.cache_budget import cache_budget
-from sft.wsi.data.label_maps import IGNORED_LABEL, count_values, label_problem
+from sft.wsi.data.label_maps import IGNORED_LABEL, colour_table, count_values, label_problem
 from sft.wsi.data.pixel_values import as_picture, fixed_range, measured_range
 from sft.wsi.data.setting_names import naming_settings
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
@@ -202,7 +202,8 @@ class SlideDataset:
             size = {"width_px": image.width_px, "height_px": image.height_px}
             labels = AnnotationLabels(layers, **size, scale=slide.scale, name=str(record.mask))
         else:
-            label_map, size_px = open_label_image(record.mask, channel=data.mask_channel), (image.width_px, image.height_px)
+            label_map = open_label_image(record.mask, channel=data.mask_channel, colours=colour_table(data.mask_colours))
+            size_px = image.width_px, image.height_px
             labels = align_labels(label_map, slide.pyramid, image_size=size_px, scale=slide.scale, name=str(record.mask))
         return labels if box is None else Cropped(labels, x=box.x, y=box.y, w=box.w, h=box.h)
 
@@ -222,7 +223,8 @@ class SlideDataset:
             Normalized(image, **self.normalisation(record))  # channels without a range, types that have none
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)  # integers, of the slide's size
-                counts = count_values(self._label_map(record))
+                with naming_settings():
+                    counts = count_values(self._label_map(record))
                 mask_values = None if is_annotation_file(record.mask) else self._config.data.mask_values
                 problem = label_problem(counts, self._config.task.classes or (), mask_values)
                 if problem is not None:

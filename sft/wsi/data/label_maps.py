@@ -1,9 +1,10 @@
 """Label maps of a run: the classes of their values, and checks of the values before training.
 
 A label map has one value for each pixel. By default the value is the index of the class, and `IGNORED_LABEL` counts for nothing.
-``data.mask_values`` maps other values: ``{0: 0, 255: 1}`` for masks of 0 and 255, ``{0: 0, 1: 0, 2: 1, 3: 255}`` to merge two values and
-to ignore a third. A class that no training slide has a pixel of is a mistake in the masks nearly always: the most common binary mask, of
-0 and 255, would otherwise be read as background and ignored pixels, and train on nothing.
+``data.mask_values`` maps other values: ``{0: 0, 255: 1}`` for masks of 0 and 255, ``{0: 0, 1: 0, 2: 1, 3: 255}`` to merge two values and to
+ignore a third; ``data.mask_colours`` gives colours theirs. Binary masks of 0 and 1 next to masks of 0 and 255 need that mapping. A class
+that no training slide has a pixel of is a mistake in the masks nearly always: the most common binary mask, of 0 and 255, would otherwise be
+read as background and ignored pixels, and train on nothing.
 
 Label maps are aligned with their slides by `sft.sources.readers.label_alignment`. Annotations (GeoJSON, ASAP XML) are label maps,
 too: a class has the polygons of its name, and the first class also the pixels outside of all polygons.
@@ -19,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.sources.image import Image, read_strips
+from sft.wsi.run.files import counted
 
-__all__ = ["IGNORED_LABEL", "absent_classes", "count_values", "label_problem", "values_text"]
+__all__ = ["IGNORED_LABEL", "absent_classes", "colour_table", "count_values", "label_problem", "mixed_codings", "values_text"]
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
@@ -110,6 +112,49 @@ def absent_classes(
     ignored = [value for value in total if class_of.get(value) == IGNORED_LABEL]
     note = f" ({', '.join(map(str, sorted(ignored)))} counts for nothing)" if ignored else ""
     return absent, f"the {where} {values_text(total)}{note}. {_remedy(total, classes)}"
+
+
+def mixed_codings(maps: Mapping[str, Mapping[int, int]], classes: Sequence[str], mask_values: Mapping[int, int] | None) -> str | None:
+    """Problem of binary masks of which some say 1 and others 255 for the second class; None without one.
+
+    255 counts for nothing, so masks of 0 and 255 among masks of 0 and 1 would be background and ignored pixels. Masks that do ignore pixels
+    have 255 next to 1 in one of them; ``data.mask_values`` states either meaning.
+
+    >>> print(mixed_codings({"a.png": {0: 9, 1: 4}, "b.png": {0: 3, 255: 2}}, ["back", "tumour"], None))  # doctest: +ELLIPSIS
+    1 label map holds 1 but no 255, such as a.png, and 1 holds 255 but no 1, such as b.png: ...
+    >>> mixed_codings({"a.png": {0: 9, 1: 4, 255: 1}, "b.png": {0: 3, 255: 2}}, ["back", "tumour"], None)
+
+    Args:
+        maps: pixels of each value, for each label map by its name.
+        classes: names of the classes.
+        mask_values: class index of each value; None for values that are class indices.
+    """
+    if mask_values is not None or len(classes) != 2:
+        return None
+    labelled = [name for name, counts in maps.items() if 1 in counts]
+    ignoring = [name for name, counts in maps.items() if IGNORED_LABEL in counts]
+    if not labelled or not ignoring or set(labelled) & set(ignoring):
+        return None
+    kinds = [
+        f"{counted(len(names), 'label map', 'label maps') if value == 1 else len(names)} {'holds' if len(names) == 1 else 'hold'} {value} "
+        f"but no {other}, such as {names[0]}"
+        for names, value, other in ((labelled, 1, IGNORED_LABEL), (ignoring, IGNORED_LABEL, 1))
+    ]
+    return (
+        f"{kinds[0]}, and {kinds[1]}: {IGNORED_LABEL} counts for nothing. If both are {classes[1]}, set data.mask_values to "
+        f"{{0: 0, 1: 1, {IGNORED_LABEL}: 1}}; if {IGNORED_LABEL} is to be ignored, to {{0: 0, 1: 1, {IGNORED_LABEL}: {IGNORED_LABEL}}}."
+    )
+
+
+def colour_table(colours: Mapping[str, int] | None) -> dict[tuple[int, int, int], int] | None:
+    """Labels of colours for `sft.sources.open_labels`, from ``data.mask_colours``.
+
+    >>> colour_table({"#ff0080": 1})
+    {(255, 0, 128): 1}
+    """
+    if colours is None:
+        return None
+    return {(int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)): label for text, label in colours.items()}
 
 
 def values_text(counts: Mapping[int, int]) -> str:

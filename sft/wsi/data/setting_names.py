@@ -23,8 +23,9 @@ _SETTINGS = tuple(
         (re.escape('Choose crs="OGC:CRS84" or crs="pixels"'), "Set data.mask_crs to OGC:CRS84 or to pixels"),
         (
             re.escape("Choose channel=0 (in PANDA the label is in red), or give colours={(r, g, b): label}; or save one channel of it"),
-            "Set data.mask_channel: 0 (in PANDA the label is in red), or save one channel of it",
+            'Set data.mask_channel: 0 (in PANDA the label is in red), or data.mask_colours: {"#rrggbb": class}; or save one channel of it',
         ),
+        (r"Add it to colours\.", "Add it to data.mask_colours."),
         (r'\bmask="(\w+)"', r"data.invalid_pixels: \1"),
         (r"\bopen_image\(path, mask=\.\.\.\)", "data.invalid_pixels"),
         (r"\bget fill_value\b", "get data.fill_value"),

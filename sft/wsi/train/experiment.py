@@ -19,9 +19,10 @@ from sft.common.interval import Interval
 from sft.common.untrusted.trusted_code import Trust
 from sft.sources import ArrayImage, Normalized
 from sft.sources.image import Image
+from sft.tissue.annotations import is_annotation_file
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import SlideDataset
-from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes
+from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes, mixed_codings
 from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.data.tile_bags import TileDataset
@@ -218,6 +219,17 @@ def _absent_classes(experiment: Experiment, records: Sequence[SlideRecord]) -> t
     return absent_classes(maps, experiment.task.classes, experiment.config.data.mask_values)
 
 
+def _mixed_codings(experiment: Experiment) -> str | None:
+    """Problem of label maps of which some say 1 and others 255 for one class; annotations state their classes by name."""
+    label_values, records = experiment.feed.label_values, experiment.table.records
+    maps = {
+        str(record.mask): label_values[record.name]
+        for record in records
+        if record.name in label_values and record.mask is not None and not is_annotation_file(record.mask)
+    }
+    return mixed_codings(maps, experiment.task.classes, experiment.config.data.mask_values)
+
+
 def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> dict[str, str]:
     """Open every slide.
 
@@ -230,7 +242,8 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
         Problems by slide name; empty unless unreadable slides are skipped.
 
     Raises:
-        DatasetError: unusable slides, and ``train.on_error`` is not "skip"; or no training slide is left, or none has a pixel of a class.
+        DatasetError: unusable slides, and ``train.on_error`` is not "skip"; no training slide is left, or none has a pixel of a class;
+            label maps of two codings.
         InputError: the remaining validation slides do not define ``train.monitor``.
     """
     unusable = check_records(experiment, experiment.table.records, ranks, reporter)
@@ -242,6 +255,9 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
     absent, text = _absent_classes(experiment, experiment.records("train"))
     if absent:
         raise DatasetError(str(experiment.config.data.csv), [f"no training slide has a pixel of class {', '.join(absent)}: {text}"])
+    mixed = _mixed_codings(experiment)
+    if mixed is not None:
+        raise DatasetError(str(experiment.config.data.csv), [mixed])
     monitor = experiment.config.train.monitor
     targets = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
     if targets and not is_measurable(experiment.task, monitor, targets):

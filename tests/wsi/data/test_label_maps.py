@@ -20,7 +20,7 @@ from sft.common.interval import Interval
 from sft.sources import ArrayImage, Cropped, ImageLabels, LabelSource
 from sft.sources.readers.label_alignment import align_labels
 from sft.tissue import Regions, TissueMask
-from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
+from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, mixed_codings, values_text
 from sft.wsi.data.tissue import area_bounding_box, read_area, read_mask
 from sft.wsi.data.transforms import Turned
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
@@ -104,6 +104,38 @@ def test_other_values_are_refused_with_their_pixels(
     table = _maps(tmp_path, {"train": stripes, "val": stripes})
     assert main(["train", "--config", str(_config(tmp_path, table, classes)), "--dry-run"]) == 1
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_masks_of_0_and_1_next_to_masks_of_0_and_255_need_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 1), "train2": (0, 255), "train3": (0, 0), "val": (0, 1)})
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"2 label maps hold 1 but no 255, such as {tmp_path / 'm0.png'}, and 1 holds 255 but no 1, such as {tmp_path / 'm1.png'}" in told
+    assert "set data.mask_values to {0: 0, 1: 1, 255: 1}; if 255 is to be ignored, to {0: 0, 1: 1, 255: 255}" in told
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_values={0: 0, 1: 1, 255: 1})), "--dry-run"]) == 0
+    counts = {"a": {0: 4, 1: 4}, "b": {0: 4, 255: 4}}
+    assert mixed_codings({**counts, "c": {1: 4, 255: 4}}, ["back", "tum"], None) is None, "255 is next to 1: it is ignored"
+    assert mixed_codings(counts, ["back", "tum", "edge"], None) is None
+
+
+def test_colours_of_label_maps_have_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 1), "val": (0, 1)})
+    colours = np.array([[0, 0, 0, 255], [255, 0, 0, 255]], np.uint8)
+    labels = np.repeat(np.array([0, 1]), 32)[None].repeat(64, 0)
+    Image.fromarray(colours[labels][..., :3]).save(tmp_path / "m0.png")
+    Image.fromarray(colours[labels]).save(tmp_path / "m1.png")
+    for mask_colours, words in (
+        ({"#000000": 0, "#fe0000": 1}, "the colour (255, 0, 0) at column 32, row 0 is not in the table"),
+        ({"#000000": 0, "red": 1}, "data.mask_colours 'red': give red, green and blue in hexadecimal digits"),
+        ({"#000000": 0, "#ff0000": 2}, "no colour is of class tum; give each class a colour"),
+    ):
+        status = main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_colours=mask_colours)), "--dry-run"])
+        assert status in (1, 2) and words in " ".join(capsys.readouterr().err.split())
+    config = _config(tmp_path, table, ["back", "tum"], mask_colours={"#000000": 0, "#ff0000": 1})
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    text = (tmp_path / "run" / "val" / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    row = dict(zip(text[0].split(","), text[1].split(","), strict=True))
+    assert float(row["tum_true_px"]) == float(row["back_true_px"]) == 32 * 64
 
 
 def test_a_class_that_validation_lacks_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

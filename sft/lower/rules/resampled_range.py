@@ -146,6 +146,23 @@ def index_select_channels_last(value: Tensor, dim: int, index: Tensor) -> Tensor
     return value.index_select(dim, index)
 
 
+def _table_bytes(max_planes: int, span: ResampledRange, dtype: torch.dtype) -> int:
+    """Most bytes of the tables of :func:`_weighted_row_sums`: of 4-byte indices, and of weights.
+
+    Args:
+        max_planes: most matrices of rows.
+        span: the range.
+        dtype: element type of the weights.
+    """
+    num_sums = max_planes * span.num_rows
+    num_terms, entry_bytes = num_sums * span.width, 4 + dtype.itemsize
+    first_rows, bags = 4 * max_planes, 4 * num_sums  # bags: the first index of each
+    tiling = first_rows + entry_bytes * (span.width * span.num_rows + num_terms)
+    # ATen also returns the bag of each index, of which there is one more, and two numbers of each bag.
+    summing = first_rows + entry_bytes * num_terms + bags + 4 * (num_terms + 1) + 2 * bags
+    return max(tiling, summing)
+
+
 def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: torch.dtype) -> Slot:
     """Emit the resampling of a value along one axis."""
     dim = ctx.scope.axes.dim(len(value.shape), span.axis)
@@ -160,8 +177,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
     else:
         # A copy of the strip, and the tables of indices, weights and bags, of each plane.
         is_copied = value.dtype != dtype or may_be_scattered(ctx, value, (0, dim, dim + 1) if value.shape[0] == 1 else (0, dim))
-        planes = math.prod(shape[:dim])
-        scratch_bytes = math.prod(value.shape) * dtype.itemsize * is_copied + planes * num_terms * (2 * (4 + dtype.itemsize) + 4)
+        scratch_bytes = math.prod(value.shape) * dtype.itemsize * is_copied + _table_bytes(math.prod(shape[:dim]), span, dtype)
     return ctx.builder.call(
         span,
         value,

@@ -1,4 +1,4 @@
-"""Faster calls of PyTorch's libraries in programs for a CUDA device: fused convolutions, gradients of frozen norms, running statistics.
+"""Faster calls of PyTorch's libraries in programs for a CUDA device: fused convolutions, gradients of frozen norms, moments.
 
 *Convolutions.* A convolution and its ReLU become one call of cuDNN (:mod:`sft.backends.convolution_relu`).
 
@@ -32,15 +32,11 @@ each channel is the map without its shift, which the forward operator computes a
 *Gradients of biases.* The sums of a gradient over its pixels, for which ATen takes up to the time of the weight's gradient, are those of
 wide rows (:func:`sft.lower.custom_ops.statistics.channel_sums`). So are the moments of channels in strips
 (:func:`sft.lower.custom_ops.statistics.channel_var_mean`).
-
-*Running statistics.* The next running mean and variance of a norm take some twenty kernels of a few channels, each of which costs a launch.
-Those of all norms in a program are computed in one instruction on concatenated vectors, where the last of them is written. Likewise the
-numbers of batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -53,10 +49,6 @@ from sft.lower.custom_ops.statistics import (
     biased_var_mean,
     channel_sums,
     channel_var_mean,
-    running_mean,
-    running_var,
-    update_counters,
-    update_running_statistics,
 )
 from sft.lower.program import Instruction, Slot
 
@@ -64,18 +56,12 @@ __all__ = [
     "match_channel_moments",
     "match_channel_sums",
     "match_convolution_relus",
-    "match_counters",
     "match_frozen_norm_image_gradients",
-    "match_running_statistics",
 ]
 
 aten = torch.ops.aten
 
 _MAX_ELEMENTS = 2**31 - 1
-#: Least number of buffers that are updated together.
-_LEAST_UPDATES = 3
-#: Vectors of all channels that exist at a time while running statistics are updated: statistics three times, and intermediate results.
-_NUM_VECTORS = 8
 #: Sums of the columns of a wide row, in double precision.
 _SUMMED_ROW_BYTES = 2**18
 #: Elements from which moments of wide rows are faster, and scratch bytes of them.
@@ -274,104 +260,3 @@ def match_channel_moments(context: MatchContext) -> Iterator[Rewrite]:
         arguments = (image, variance.shape)
         moments = Instruction(channel_var_mean, arguments, {}, call.outputs, (), 0, call.num_bytes, scratch_bytes, call.owner)
         yield Rewrite(removed=frozenset((at,)), inserted={at: (moments,)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """An instruction that computes the next value of a buffer, and the copy into the buffer's output.
-
-    Attributes:
-        at: position of the instruction.
-        copied_at: position of the copy.
-        target: destination of the copy.
-    """
-
-    at: int
-    copied_at: int
-    target: Slot
-
-
-def match_running_statistics(context: MatchContext) -> Iterator[Rewrite]:
-    """Running means and variances of one element type and momentum."""
-    groups: dict[tuple[object, ...], list[tuple[bool, _Update]]] = {}
-    for function in (running_mean, running_var):
-        for update in _updates(context, function):
-            keywords = context.def_use.instructions[update.at].keywords
-            moments, momentum, running = keywords["moments"], keywords["momentum"], keywords["running"]
-            is_plain = keywords.get("num_batches") is None and isinstance(momentum, float) and len(running.shape) == 1
-            if is_plain and moments.shape == (1, *running.shape, 3):
-                key = (moments.dtype, running.dtype, update.target.dtype, momentum)
-                groups.setdefault(key, []).append((function is running_mean, update))
-    for (*_, momentum), group in groups.items():
-        rewrite = _statistics_rewrite(context, group, momentum)
-        if rewrite is not None:
-            yield rewrite
-
-
-def _statistics_rewrite(context: MatchContext, group: list[tuple[bool, _Update]], momentum: object) -> Rewrite | None:
-    last = max(update.copied_at for _, update in group)
-    keywords = {update.at: context.def_use.instructions[update.at].keywords for _, update in group}
-    group = [each for each in group if _keeps_operands(context, each[1], keywords[each[1].at].values(), last)]
-    if len(group) < _LEAST_UPDATES:
-        return None
-    means, variances = ([keywords[update.at]["moments"] for is_mean, update in group if is_mean is wanted] for wanted in (True, False))
-    running = [keywords[update.at]["running"] for _, update in group]
-    num_bytes = sum(slot.num_bytes for slot in (*means, *variances)) // 3
-    arguments = (tuple(means), tuple(variances), tuple(running), momentum)
-    return _grouped(context, group, update_running_statistics, arguments, _NUM_VECTORS * num_bytes)
-
-
-def match_counters(context: MatchContext) -> Iterator[Rewrite]:
-    """Numbers of batches, to which a constant is added."""
-    groups: dict[tuple[object, ...], list[tuple[bool, _Update]]] = {}
-    for update in _updates(context, aten.add.Tensor):
-        call = context.def_use.instructions[update.at]
-        counter, amount, *_ = (*call.arguments, None)
-        is_counter = isinstance(counter, Slot) and counter.shape == update.target.shape == () and type(amount) is int
-        if is_counter and not call.keywords and counter.dtype == update.target.dtype == torch.int64:
-            groups.setdefault((amount,), []).append((False, update))
-    for (amount,), group in groups.items():
-        last = max(update.copied_at for _, update in group)
-        arguments = {update.at: context.def_use.instructions[update.at].arguments[:1] for _, update in group}
-        kept = [each for each in group if _keeps_operands(context, each[1], arguments[each[1].at], last)]
-        if len(kept) >= _LEAST_UPDATES:
-            counters = tuple(arguments[update.at][0] for _, update in kept)
-            yield _grouped(context, kept, update_counters, (counters, amount))
-
-
-def _updates(context: MatchContext, function: object) -> Iterator[_Update]:
-    """Calls of a function with a result that has one copy as its only reader."""
-    if context.fusion_device is None:
-        return
-    def_use = context.def_use
-    for at, call in context.unclaimed_calls(function):
-        out = call.outputs[0] if len(call.outputs) == 1 else None
-        if out is None or out.root != out.number or out.root in def_use.outside or _is_viewed(def_use, out):
-            continue
-        readers = [position for position in def_use.accesses(out) if position > at]
-        if len(readers) == 1 and context.is_unclaimed(readers[0], aten.copy_.default):
-            copy = def_use.instructions[readers[0]]
-            target = copy.writes[0]
-            if copy.arguments == (target, out) and target.shape == out.shape and def_use.accesses(target) == [readers[0]]:
-                yield _Update(at=at, copied_at=readers[0], target=target)
-
-
-def _keeps_operands(context: MatchContext, update: _Update, operands: Iterable[object], last: int) -> bool:
-    """True if the operands of an update have the same values at the position ``last``."""
-    slots = [each for each in operands if isinstance(each, Slot)]
-    return not any(context.def_use.is_written_between(slot, update.at, last) for slot in slots)
-
-
-def _grouped(
-    context: MatchContext,
-    group: list[tuple[bool, _Update]],
-    function: Callable[..., None],
-    arguments: tuple[object, ...],
-    scratch_bytes: int = 0,
-) -> Rewrite:
-    """One instruction in place of several updates, at the last of their copies."""
-    removed = frozenset(position for _, update in group for position in (update.at, update.copied_at))
-    at, targets = max(removed), tuple(update.target for _, update in group)
-    owner = context.def_use.instructions[at].owner
-    instruction = Instruction(function, (targets, *arguments), {}, (), targets, 0, 0, scratch_bytes, owner)
-    return Rewrite(removed=removed, inserted={at: (instruction,)})

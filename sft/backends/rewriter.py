@@ -20,9 +20,7 @@ from sft.backends.library_fusion import (
     match_channel_moments,
     match_channel_sums,
     match_convolution_relus,
-    match_counters,
     match_frozen_norm_image_gradients,
-    match_running_statistics,
 )
 from sft.backends.memory_format import channels_last_slots
 from sft.backends.norms import (
@@ -54,8 +52,6 @@ _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_channel_moments,
     match_channel_sums,
     match_padded_average_pool_gradients,
-    match_running_statistics,
-    match_counters,
 )
 #: Larger groups first: an instruction belongs to the first rewrite that matches it.
 _PATTERNS: tuple[Pattern, ...] = (

@@ -1,4 +1,4 @@
-"""Programs for a GPU update the running statistics of all norms in one instruction, and sum gradients of biases in wide rows."""
+"""Programs for a GPU compute moments of channels and gradients of biases in wide rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.passes.pipeline import run_passes
 from sft.backends import library_fusion
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
@@ -23,87 +22,9 @@ from sft.lower.custom_ops.statistics import (
     biased_var_mean,
     channel_sums,
     channel_var_mean,
-    running_mean,
-    running_var,
-    update_counters,
-    update_running_statistics,
 )
-from sft.planner.projection import plain_programs
-from tests.helpers.exactness import assert_exact
-from tests.helpers.problems import problem_of, with_resources
 
 _BACKEND = KernelBackend(selector=None, fusion_device=FusionDevice(None))
-
-
-class _Norms(nn.Module):
-    """Convolutions with norms; the norms in ``shared`` run twice."""
-
-    def __init__(self, *norms: nn.Module, shared: int | None = None) -> None:
-        super().__init__()
-        self.norms, self.shared = nn.ModuleList(norms), shared
-        self.convs = nn.ModuleList([nn.Conv2d(4 if number else 3, 4, 3, padding=1) for number in range(len(norms))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            x = norm(conv(x))
-            x = norm(x).relu() if number == self.shared else x.relu()
-        return x
-
-
-def _calls(model: nn.Module) -> Counter[Any]:
-    """Functions of the forward program of an untiled step, with their numbers."""
-    problem = with_resources(problem_of(model, (2, 3, 16, 12), training=True, passes=run_passes), backend=_BACKEND)
-    return Counter(instruction.function for instruction in plain_programs(problem)[0].instructions)
-
-
-def _plain(count: int, **options: Any) -> list[nn.Module]:
-    return [nn.BatchNorm2d(4, **options) for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("norms", "shared", "num_grouped", "num_separate"),
-    [
-        pytest.param(_plain(3), None, 1, 0, id="three norms"),
-        pytest.param([*_plain(2), *_plain(2, momentum=0.3)], None, 2, 0, id="two momenta"),
-        pytest.param([*_plain(3), *_plain(1, momentum=0.3)], None, 1, 2, id="one norm of another momentum"),
-        pytest.param([*_plain(3), *_plain(2, momentum=None)], None, 1, 4, id="cumulative averages"),
-        pytest.param([*_plain(3), *_plain(2, track_running_stats=False)], None, 1, 0, id="without statistics"),
-        pytest.param(_plain(1), None, 0, 2, id="one norm"),
-        pytest.param(_plain(3), 1, 1, 2, id="a norm that runs twice"),
-    ],
-)
-def test_statistics_of_one_momentum_are_updated_together(
-    norms: list[nn.Module], shared: int | None, num_grouped: int, num_separate: int
-) -> None:
-    calls = _calls(_Norms(*norms, shared=shared))
-    assert calls[update_running_statistics] == num_grouped
-    assert calls[running_mean] + calls[running_var] == num_separate
-    assert calls[update_counters] == (1 if len(norms) >= 3 else 0)
-
-
-@pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (8, None)}], ids=["whole", "strips"])
-@pytest.mark.parametrize("shared", [None, 1])
-def test_buffers_outputs_and_gradients_are_those_of_the_model(
-    options: dict[str, Any], shared: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
-    torch.manual_seed(0)
-    norms = [*_plain(3), *_plain(2, momentum=None), *_plain(3, momentum=0.3, affine=False)]
-    assert_exact(_Norms(*norms, shared=shared), torch.randn(2, 3, 16, 12), options=sft.Options(**options))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_update_takes_no_more_memory_than_projected(dtype: torch.dtype) -> None:
-    channels = 4096
-    moments = [torch.rand(1, channels, 3) + 1 for _ in range(3)]
-    running = [torch.rand(channels, dtype=dtype) for _ in range(6)]
-    targets = [torch.empty_like(each) for each in running]
-    with sft.measure_peak("cpu") as peak:
-        update_running_statistics(targets, moments, moments, running, 0.1)
-    assert 0 < peak.num_bytes <= 8 * 6 * channels * 4
-    for number, (target, before) in enumerate(zip(targets, running, strict=True)):
-        alone = (running_mean if number < 3 else running_var)(moments[number % 3], before, 0.1)
-        torch.testing.assert_close(target, alone)
 
 
 @st.composite

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.cli.tune import STANDARD_NETWORKS
-from sft.lower.lower_whole import BATCH_NORM_FUNCTIONS
+from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import chain, image, seeded

@@ -17,13 +17,16 @@ A program builder (:mod:`sft.lower.builder`) makes programs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from sft.common.interval import Interval
+
+if TYPE_CHECKING:
+    from sft.lower.steps import PreparedProgram
 
 __all__ = [
     "DEVICE",
@@ -173,6 +176,7 @@ class Program:
         end_bytes: bytes alive at the end above the start: results and residuals, less the residuals of the first half.
         flops: counted floating-point operations.
         result_bytes: bytes of each result's storage.
+        prepared: the instructions prepared for execution (:func:`sft.lower.steps.prepared_program`), once the program has run.
     """
 
     instructions: tuple[Instruction, ...]
@@ -183,6 +187,7 @@ class Program:
     peak_bytes: int
     end_bytes: int
     flops: int
+    prepared: PreparedProgram | None = field(default=None, init=False, compare=False, repr=False)
 
     def retained_peak_bytes(self) -> int:
         """Most bytes alive above the start if the residuals of the first half outlive this program, which frees its own storages alone."""

@@ -21,7 +21,8 @@ from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
 from sft.common.errors import refusal_of_values
 from sft.common.interval import Interval
-from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
+from sft.lower.program import Instruction, Port, Program
+from sft.lower.steps import Step, prepared_program
 from sft.runtime.machine import DEFAULT_AXES, Buffer, OpaqueTensors, Residuals
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
@@ -176,12 +177,16 @@ class TorchMachine:
         return self._run(program, bindings, saved)
 
     def _run(self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None) -> tuple[dict[Port, Buffer], Residuals]:
-        tensors: dict[int, Any] = {} if saved is None else saved.values
+        prepared = prepared_program(program)
+        tensors = prepared.values(self.device)
+        if saved is not None:
+            tensors.update(saved.values)
+            saved.values.clear()  # an instruction frees each for the last time
         for port, slot in program.ports.items():
             if port in bindings:
                 tensors[slot.number] = bindings[port]
-        for instruction in program.instructions:
-            self._execute(instruction, tensors)
+        for step in prepared.steps:
+            self._execute(step, tensors)
         results = {port: tensors[slot.number] for port, slot in program.results.items()}
         residuals = {number: tensors[number] for number in program.residuals}
         tensors.clear()
@@ -189,39 +194,26 @@ class TorchMachine:
             self.heap.note(program.peak_bytes)
         return results, Residuals(residuals)
 
-    def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
-        arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]
+    def _execute(self, step: Step, tensors: dict[int, Any]) -> None:
+        function, read, read_keywords, numbers, frees, instruction = step
         try:
-            if instruction.keywords:
-                keywords = {key: self._resolve(value, tensors) for key, value in instruction.keywords.items()}
-                result = instruction.function(*arguments, **keywords)
-            else:
-                result = instruction.function(*arguments)
+            result = function(*read(tensors)) if read_keywords is None else function(*read(tensors), **read_keywords(tensors))
         except (IndexError, RuntimeError) as error:
             refusal = refusal_of_values(error, instruction.owner)
             if refusal is None:
                 raise
             raise refusal from error
-        outputs = instruction.outputs
-        if len(outputs) == 1:
-            (slot,) = outputs
-            if slot is not None:
-                tensors[slot.number] = result
-        elif outputs:
-            for slot, value in zip(outputs, result, strict=True):
-                if slot is not None:
-                    tensors[slot.number] = value
-        for number in instruction.frees:
-            tensors.pop(number, None)
+        if len(numbers) == 1:
+            if numbers[0] is not None:
+                tensors[numbers[0]] = result
+        elif numbers:
+            for number, value in zip(numbers, result, strict=True):
+                if number is not None:
+                    tensors[number] = value
+        for freed in frees:
+            tensors.pop(freed, None)
         if self.trace is not None:
             self.trace(instruction)
-
-    def _resolve(self, value: Any, tensors: dict[int, Any]) -> Any:
-        if type(value) is Slot:
-            return tensors[value.number]
-        if type(value) is tuple:
-            return [self._resolve(item, tensors) for item in value]
-        return self.device if value is DEVICE else value
 
     def residual_buffers(self, saved: Residuals, slots: Sequence[int]) -> list[torch.Tensor]:
         values = (saved.values[slot] for slot in slots)

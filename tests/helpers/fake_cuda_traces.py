@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
-from sft.lower.program import Instruction, Slot
+from sft.lower.program import Slot
+from sft.lower.steps import Step
 from sft.runtime.region import Region
 from sft.torch_runtime.machine import TorchMachine
 from tests.helpers.fake_cuda import DEVICE
@@ -109,8 +110,9 @@ class _CheckedMachine(TorchMachine):
     issues: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     num_instructions: int = 0
 
-    def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
-        TorchMachine._execute(self, instruction._replace(frees=()), tensors)
+    def _execute(self, step: Step, tensors: dict[int, Any]) -> None:
+        TorchMachine._execute(self, step._replace(frees=()), tensors)
+        instruction = step.instruction
         self.num_instructions += 1
         name = getattr(instruction.function, "__name__", str(instruction.function))
         for slot in instruction.outputs:

@@ -25,6 +25,7 @@ from sft.lower.builder import ProgramBuilder
 from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.program import Instruction, Program, Slot, slots_of
 from sft.lower.slot_strides import SlotStrides, is_row_major_copy
+from sft.lower.steps import Step
 from sft.torch_runtime.machine import TorchMachine
 from tests.helpers.bags import AttentionBag, VisionTransformer, take_samples, take_windows
 from tests.helpers.transformers import AttentionForm, ImageTransformer
@@ -78,8 +79,9 @@ def _lowering(mode: _Mode, *, replaces: bool = True) -> Iterator[_Lowered]:
         tracked.append(SlotStrides(program.ports[port] for port in ports))
         return run(machine, program, bindings, saved)
 
-    def checked_execute(machine: TorchMachine, instruction: Instruction, tensors: dict[int, Any]) -> None:
-        execute(machine, instruction._replace(frees=()), tensors)
+    def checked_execute(machine: TorchMachine, step: Step, tensors: dict[int, Any]) -> None:
+        execute(machine, step._replace(frees=()), tensors)
+        instruction = step.instruction
         tracked[-1].note(instruction)
         for out in instruction.outputs:
             if out is not None and tracked[-1].is_row_major(out):

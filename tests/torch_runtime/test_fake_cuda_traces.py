@@ -14,6 +14,7 @@ import sft
 from sft.backends.resolve import backend_for
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.lower.row_gather import upload_table
+from sft.lower.steps import Step
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.problem import PlanningProblem
 from sft.torch_runtime.machine import TorchMachine
@@ -78,8 +79,9 @@ def test_differences_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, planned = _planned("vgg16", torch.bfloat16, _WHOLE, full=False)
     execute = TorchMachine._execute
 
-    def wrong(machine: Any, instruction: Any, tensors: dict[int, Any]) -> None:
-        execute(machine, instruction, tensors)
+    def wrong(machine: Any, step: Step, tensors: dict[int, Any]) -> None:
+        execute(machine, step, tensors)
+        instruction = step.instruction
         slot = instruction.outputs[0] if instruction.outputs else None
         if slot is not None and isinstance(tensors[slot.number], Tensor) and "max_pool" in str(instruction.function):
             tensors[slot.number] = tensors[slot.number].contiguous()

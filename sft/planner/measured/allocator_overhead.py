@@ -32,7 +32,8 @@ from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
 from sft.common.torch_internals import cuda_allocator_backend
-from sft.lower.program import Instruction, Program
+from sft.lower.program import Program
+from sft.lower.steps import Step
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
 from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
@@ -251,10 +252,10 @@ class _MeteredMachine(TorchMachine):
     num_bytes: dict[int, int] = field(default_factory=dict)
     _position: int = 0
 
-    def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
+    def _execute(self, step: Step, tensors: dict[int, Any]) -> None:
         with measure_peak(self.device) as peak:
-            super(_MeteredMachine, self)._execute(instruction, tensors)
-        excess_bytes = peak.requested_bytes - instruction.num_bytes - instruction.scratch_bytes
+            super(_MeteredMachine, self)._execute(step, tensors)
+        excess_bytes = peak.requested_bytes - step.instruction.num_bytes - step.instruction.scratch_bytes
         if excess_bytes > 0:
             self.num_bytes[self._position] = excess_bytes
         self._position += 1

@@ -2,8 +2,8 @@
 
 Strips need a norm decomposed (:mod:`sft.analysis.passes.decompose_norms`) into moments, scale and shift, and an affine map, each of which
 reads or writes the image once more. If the segment contains all of them, the call of eager PyTorch computes the same in fewer passes over
-memory, and so does its derivative; also for half-precision images with parameters in fp32. It is emitted in place of the moments, since
-running statistics may directly follow them, before the affine map.
+memory, and so does its derivative; also for half-precision images with parameters in fp32, and on a GPU with parameters of any type. It is
+emitted in place of the moments, since running statistics may directly follow them, before the affine map.
 
 *Running statistics* of the segment are updated by the same call, as in eager PyTorch: it writes into copies of the buffers, which are
 outputs of the segment. The call returns moments instead if other segments update the statistics (a stage that runs twice updates them once,
@@ -58,6 +58,7 @@ class WholeBatchNormRule(Rule):
         weight: argument of the norm, if any.
         bias: argument of the norm, if any.
         eps: argument of the norm.
+        parameter_dtype: element type of the parameters in the calls.
         moments: the node that the call is emitted in place of.
         update: the update of running statistics by the call, if any.
         returns_moments: True if other operators read the moments.
@@ -67,6 +68,7 @@ class WholeBatchNormRule(Rule):
     weight: Any
     bias: Any
     eps: float
+    parameter_dtype: torch.dtype
     moments: str
     update: StatisticsUpdate | None
     returns_moments: bool
@@ -75,7 +77,10 @@ class WholeBatchNormRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         builder, scope = ctx.builder, ctx.scope
         wide = scope.dtype_of(self.moments)
-        image, weight, bias = ctx.operand_slot(ctx.node.argument("self")), *(self._widened(ctx, each) for each in (self.weight, self.bias))
+        image, weight, bias = (
+            ctx.operand_slot(ctx.node.argument("self")),
+            *(self._parameter(ctx, each) for each in (self.weight, self.bias)),
+        )
         channels = (image.shape[1],)
         out, mean, deviation = builder.slot(ctx.out_shape, image.dtype), builder.slot(channels, wide), builder.slot(channels, wide)
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
@@ -108,12 +113,12 @@ class WholeBatchNormRule(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
-        strip, weight = ctx.operand_slot(image), self._widened(ctx, self.weight)
+        strip, weight = ctx.operand_slot(image), self._parameter(ctx, self.weight)
         values, channels = (image, self.weight, self.bias), (strip.shape[1],)
         mask = [value is not None and ctx.needs_grad(value) for value in values]
         shapes = (strip.shape, channels, channels)
         mean, deviation = ctx.saved["statistics"]
-        dtypes = (strip.dtype, mean.dtype, mean.dtype)
+        dtypes = (strip.dtype, self.parameter_dtype, self.parameter_dtype)
         slots = (builder.slot(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
         gradients = tuple(slot if needs else None for needs, slot in zip(mask, slots, strict=True))
         builder.call_many(
@@ -125,10 +130,10 @@ class WholeBatchNormRule(Rule):
             if gradient is not None:
                 ctx.add_grad(value, gradient, owned=True)
 
-    def _widened(self, ctx: NodeContext, parameter: Ref | None) -> Slot | None:
-        """A parameter in the type of the moments, as statistics in half precision would be with parameters in half precision."""
+    def _parameter(self, ctx: NodeContext, parameter: Ref | None) -> Slot | None:
+        """A parameter in the type of the calls."""
         slot: Slot | None = ctx.operand_slot(parameter)
-        return None if slot is None else ctx.builder.cast(slot, ctx.scope.dtype_of(self.moments))
+        return None if slot is None else ctx.builder.cast(slot, self.parameter_dtype)
 
 
 def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +202,7 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
         return None
     dtype, wide = scope.dtype_of(image.name), scope.dtype_of(moments.name)
     parameters = {scope.dtype_of(ref.name) for ref in operands if ref is not None}
-    # ATen's CPU kernel sums gradients in half precision if the image, but not the parameters, has it. A GPU's kernels sum in fp32.
+    # ATen's CPU kernels compute in the type of the parameters. A GPU's compute in fp32, with parameters of one type.
     parameter_dtypes = {wide} if scope.backend is None else {wide, dtype}
     if scope.dtype_of(affine.name) != dtype or wide not in _NORM_DTYPES or not parameters.issubset(parameter_dtypes):
         return None
@@ -211,6 +216,7 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
         weight=weight,
         bias=bias,
         eps=scale_shift.argument("eps"),
+        parameter_dtype=dtype if parameters == {dtype} else wide,
         moments=moments.name,
         update=update,
         returns_moments=update is None and bool(followers),
@@ -230,6 +236,7 @@ def _match_update(scope: SegmentInfo, moments: str, followers: Sequence[str], po
     running = [node.argument("running").name for node in (mean, variance)]
     if any(positions.get(name, -1) > positions[moments] for name in running):
         return None  # an earlier call of the norm updates them later
-    if any(scope.dtype_of(name) != scope.dtype_of(moments) for name in running):
+    dtypes = {scope.dtype_of(name) for name in running}
+    if len(dtypes) > 1 or (scope.backend is None and scope.dtype_of(moments) not in dtypes):
         return None
     return StatisticsUpdate(mean=mean.name, variance=variance.name, momentum=momentum)

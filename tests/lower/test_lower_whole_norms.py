@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.cli.tune import STANDARD_NETWORKS
+from sft.lower.custom_ops.statistics import update_running_statistics
 from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
@@ -149,6 +150,20 @@ class _Mixed(nn.Module):
         return y
 
 
+def _step(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output, gradients and running statistics of a step, in double precision."""
+    y = module(x)
+    y.double().square().sum().backward()
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    statistics = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    return [value.detach().double() for value in (y, *grads, *statistics)]
+
+
+def _total_error(values: list[Tensor], truth: list[Tensor]) -> float:
+    """Sum of relative errors: those of single tensors scatter."""
+    return sum(float((value - true).norm() / true.norm().clamp_min(1e-6)) for value, true in zip(values, truth, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_norms_of_half_precision_images_are_one_call(dtype: torch.dtype) -> None:
     """Parameters and statistics in fp32: outputs, gradients and running statistics are as near to fp64 as eager PyTorch's."""
@@ -159,21 +174,9 @@ def test_norms_of_half_precision_images_are_one_call(dtype: torch.dtype) -> None
     net = sft.compile(model, _SHAPE, budget="1GiB")
     x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    def step(module: nn.Module) -> list[Tensor]:
-        y = module(x)
-        y.double().square().sum().backward()
-        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        statistics = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        return [value.detach().double() for value in (y, *grads, *statistics)]
-
-    truth, ours, theirs = step(exact), step(net), step(eager)
+    truth, ours, theirs = _step(exact, x), _step(net, x), _step(eager, x)
     assert len(ours) == len(theirs) == len(truth)
-    # Errors of single tensors scatter; those of sums over all tensors do not.
-    own_error, eager_error = (
-        sum(float((value - t).norm() / t.norm().clamp_min(1e-6)) for value, t in zip(values, truth, strict=True))
-        for values in (ours, theirs)
-    )
-    assert own_error <= 1.1 * eager_error
+    assert _total_error(ours, truth) <= 1.1 * _total_error(theirs, truth)
 
 
 def test_a_half_precision_resnet_has_few_more_instructions_than_eager() -> None:
@@ -192,18 +195,52 @@ def test_a_half_precision_resnet_has_few_more_instructions_than_eager() -> None:
     assert num_instructions <= 1.45 * len(eager)
 
 
-def test_parameters_in_half_precision_are_widened_on_a_gpu() -> None:
-    """A network that is all in bfloat16: its norms are one call in a plan for a GPU, where ATen's kernels sum in fp32."""
+@pytest.mark.parametrize(
+    ("parameters", "statistics", "casts", "updates"),
+    [
+        pytest.param(torch.bfloat16, torch.bfloat16, False, True, id="all in half precision"),
+        pytest.param(torch.bfloat16, torch.float32, False, True, id="statistics in fp32"),
+        pytest.param(torch.float32, torch.float32, False, True, id="norms in fp32"),
+        pytest.param(None, torch.bfloat16, True, True, id="biases in fp32"),
+    ],
+)
+def test_parameters_of_any_type_are_arguments_on_a_gpu(
+    parameters: torch.dtype | None, statistics: torch.dtype, casts: bool, updates: bool
+) -> None:
+    """ATen's kernels for a GPU compute in fp32; they take parameters of one type."""
     import gpu_plans
 
     with torch.device("meta"):
         model = _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4)).to(torch.bfloat16)
+        for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.to(statistics)
+            norm.weight.data, norm.bias.data = norm.weight.to(parameters or torch.bfloat16), norm.bias.to(parameters or torch.float32)
     _, fitted = gpu_plans.fitted_plan(model, _SHAPE, "1GiB")
     segments: Any = fitted.projected.region.segments
     programs = [program for segment in segments for program in segment.lowered_programs]
-    calls = [instruction.function for program in programs for instruction in program.instructions]
+    instructions = [instruction for program in programs for instruction in program.instructions]
+    calls = [instruction.function for instruction in instructions]
     assert sum(call in BATCH_NORM_FUNCTIONS for call in calls) == calls.count(aten.native_batch_norm_backward.default) == 2
     assert aten.var_mean.correction not in calls
+    assert any(i.function is aten._to_copy.default and "conv" not in i.owner for i in instructions) == casts
+    assert (update_running_statistics not in calls) == updates
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_norms_on_a_gpu_are_as_near_to_fp64_as_eager(dtype: torch.dtype, is_mixed: bool) -> None:
+    """Outputs, gradients, and running statistics in half precision or fp32."""
+    plain = seeded(lambda: _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.3)))
+    model: Any = (_Mixed(plain, dtype) if is_mixed else plain.to(dtype)).cuda().train()
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    exact.dtype = torch.float64
+    x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    net: Any = sft.compile(model, x, budget="1GiB")
+    truth, ours, theirs = _step(exact, x.double()), _step(net, x), _step(eager, x)
+    own_error, eager_error = (_total_error(values, truth) for values in (ours, theirs))
+    assert own_error <= 1.1 * eager_error
 
 
 def test_frozen_weights_have_no_gradient() -> None:

@@ -234,6 +234,9 @@ class ArrayImage(LevelledImage):
 
     #: Element types that are pixels.
     dtypes: Collection[str] = tuple(PIXEL_DTYPES)
+    #: Words of the error for other types.
+    purpose: str = "an image: pixels"
+    remedy: str = "Convert it, or use sft.sources.ArraySource."
 
     def __init__(
         self,
@@ -250,8 +253,8 @@ class ArrayImage(LevelledImage):
             pixels = pixels.view(np.uint8)
         if not isinstance(pixels, np.ndarray) or pixels.dtype.name not in self.dtypes:
             raise InputError(
-                f"cannot use {self._name} of {getattr(pixels, 'dtype', type(pixels).__name__)} as an image: pixels are "
-                f"{', '.join(self.dtypes)}. Convert it, or use sft.sources.ArraySource."
+                f"cannot use {self._name} of {getattr(pixels, 'dtype', type(pixels).__name__)} as {self.purpose} are "
+                f"{', '.join(self.dtypes)}. {self.remedy}"
             )
         self._given = pixels
         whole = pixels[..., None] if pixels.ndim == 2 else pixels

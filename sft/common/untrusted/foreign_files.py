@@ -31,9 +31,28 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (b"<!doctype html", "an HTML page, such as an answer of a server"),
     (b"<html", "an HTML page, such as an answer of a server"),
     (b"<?xml", "an XML file"),
+    (b"NRRD000", "an NRRD file"),
+    (b"ObjectType =", "a MetaImage file"),
+    (b"NDims =", "a MetaImage file"),
+    (b"fLaC", "a FLAC sound"),
+    (b"0       ", "an EDF recording"),
+    (b"\xffBIOSEMI", "a BDF recording"),
+    (b"MATLAB 5.0", "a MATLAB file"),
 )
-_MAX_HEAD_BYTES = 64
+#: Formats by four bytes at a later place.
+_LATER_FORMATS = ((8, b"WEBP", "a WebP image"), (8, b"WAVE", "a WAV sound"), (128, b"DICM", "a DICOM file"))
+_MAX_HEAD_BYTES = 132
+_SIGNAL_REMEDY = "Signals are given as tensors: torch.from_numpy(samples)[None], of shape [1, channels, length]"
+_VOLUME_REMEDY = "A volume is given as a tensor: torch.from_numpy(voxels)[None, None], with voxels"
 _REMEDIES = {
+    "a DICOM file": "Give a slice as an array: sft.sources.ArraySource(pydicom.dcmread(path).pixel_array); a volume as a tensor.",
+    "an NRRD file": f"{_VOLUME_REMEDY} of nrrd.read(path, index_order='C')[0].",
+    "a MetaImage file": f"{_VOLUME_REMEDY} of SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(path)).",
+    "a WAV sound": f"{_SIGNAL_REMEDY}, with samples of scipy.io.wavfile.read(path)[1].T.",
+    "a FLAC sound": f"{_SIGNAL_REMEDY}, with samples of soundfile.read(path)[0].T.",
+    "an EDF recording": f"{_SIGNAL_REMEDY}, with samples of mne.io.read_raw_edf(path).get_data().",
+    "a BDF recording": f"{_SIGNAL_REMEDY}, with samples of mne.io.read_raw_bdf(path).get_data().",
+    "a MATLAB file": "Give an array of it: sft.sources.ArraySource(scipy.io.loadmat(path)[name]).",
     "an HDF5 file": "Give an array of it: sft.sources.ArraySource(h5py.File(path)[name]).",
     "a ZIP archive": "Give an array of an .npz file: sft.sources.ArraySource(numpy.load(path)[name]).",
 }
@@ -71,9 +90,8 @@ def file_format(path: Path) -> str:
     """
     with path.open("rb") as file:
         head = file.read(_MAX_HEAD_BYTES)
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return "a WebP image"
-    return next((name for magic, name in _FORMATS if head.lower().startswith(magic.lower())), "")
+    later = (name for offset, magic, name in _LATER_FORMATS if head[offset : offset + 4] == magic)
+    return next((name for magic, name in _FORMATS if head.lower().startswith(magic.lower())), "") or next(later, "")
 
 
 def escape_control_characters(text: str) -> str:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from sft.common.errors import InputError, SourceError, reason_text, some_names
+from sft.common.untrusted.foreign_files import format_remedy
 from sft.sources.image import missing_extra
 
 __all__ = ["find_dicom_file", "is_dicom"]
@@ -55,7 +56,7 @@ def find_dicom_file(folder: Path, *, series: int | None = None) -> Path | None:
             slides[str(header.get("SeriesInstanceUID", ""))].append(path)
     identifiers = sorted(slides)
     if not identifiers:
-        raise SourceError(f"cannot open {folder}: its {len(files)} DICOM files are not whole-slide images. Give the folder of a slide.")
+        raise SourceError(f"cannot open {folder}: its {len(files)} DICOM files are not whole-slide images. {format_remedy('a DICOM file')}")
     if series is None and len(identifiers) > 1:
         raise InputError(
             f"cannot open {folder}: it holds {len(identifiers)} slides, of series {some_names(identifiers)}. Choose one with series=0, or "

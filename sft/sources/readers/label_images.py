@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError, SourceError
-from sft.common.untrusted.foreign_files import file_format
+from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.arrays import ArrayImage
 from sft.sources.file_image import DecodedFile
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Rectangle, Size, missing_extra, pixel_dtype
@@ -44,7 +44,11 @@ ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
 _NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _ANNOTATIONS = (".geojson", ".json", ".xml", ".shp", ".gpkg")
-_PICTURE_DTYPES = {"1": np.uint8, "L": np.uint8, "P": np.uint8, "I;16": np.uint16, "I": np.int32, "RGB": np.uint8, "RGBA": np.uint8}
+_PICTURE_DTYPES = {
+    **dict.fromkeys(("1", "L", "P", "LA", "RGB", "RGBA"), np.uint8),
+    "I;16": np.uint16,
+    "I": np.int32,
+}
 #: Pillow's names of stored grey values of 1, 2, 4 and 8 bits, and with an I of inverted ones.
 _GREY_LAYOUT = re.compile(r"[L1](?:;(?P<bits>2|4))?(?P<flags>;?I?R?)")
 _pillow_lock = threading.Lock()
@@ -163,6 +167,7 @@ class LabelArray(ArrayImage):
     """Mapped ``.npy`` file of integers or booleans as a label image."""
 
     dtypes = ("uint8", "uint16", "int16", "uint32", "int32", "int64", "bool")
+    purpose, remedy = "a label map: labels", "Convert it: numpy.save(path, array.astype(numpy.uint8))."
 
 
 class PictureLabels(DecodedFile[Pixels]):
@@ -192,9 +197,10 @@ class PictureLabels(DecodedFile[Pixels]):
                         f"cannot read labels from {self.path}: it has polygons, no pixels. Paint them: "
                         "sft.tissue.AnnotationLabels(sft.tissue.read_annotations(path, classes), width_px=..., height_px=...)."
                     ) from error
-                format_name = file_format(self.path) or "no format of an image that is known"
+                format_name = file_format(self.path)
+                kind = format_name or "no format of an image that is known"
                 raise SourceError(
-                    f"cannot read labels from {self.path}: it is {format_name}, or it is damaged. Give a label map."
+                    f"cannot read labels from {self.path}: it is {kind}, or it is damaged. Give a label map. {format_remedy(format_name)}"
                 ) from error
             finally:
                 PillowImage.MAX_IMAGE_PIXELS = limit

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sft.common.errors import InputError, SftError, SourceError, reason_text
 from sft.common.interval import Interval
+from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.arrays import ArrayImage
 from sft.sources.image import missing_extra
 
@@ -175,9 +176,9 @@ def _load_nifti(path: Path) -> Any:
         raise
     except Exception as error:
         num_bytes = path.stat().st_size if path.exists() else 0
+        remedy = format_remedy(file_format(path)) if path.is_file() else ""
         raise SourceError(
-            f"cannot open {path} ({num_bytes} bytes): {reason_text(error)}. Either no NIfTI file, or cut short; compare its "
-            "size with the original and "
-            "copy it again."
+            f"cannot open {path} ({num_bytes} bytes): {reason_text(error)}. "
+            + (remedy or "Either no NIfTI file, or cut short; compare its size with the original and copy it again.")
         ) from error
     return image

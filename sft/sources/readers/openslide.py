@@ -260,7 +260,7 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
             name = file_format(path)
         if name:
             raise SourceError(
-                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. "
+                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide that OpenSlide reads. "
                 + (format_remedy(name) or "Give the slide, or convert images to tiled TIFF.")
             ) from error
         raise SourceError(

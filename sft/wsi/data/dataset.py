@@ -226,7 +226,7 @@ class SlideDataset:
                 with naming_settings():
                     counts = count_values(self._label_map(record))
                 mask_values = None if is_annotation_file(record.mask) else self._config.data.mask_values
-                problem = label_problem(counts, self._config.task.classes or (), mask_values)
+                problem = label_problem(counts, self._config.task.classes or (), mask_values, record.mask)
                 if problem is not None:
                     return f"label map {record.mask} {problem}"
                 self.label_values[record.name] = counts

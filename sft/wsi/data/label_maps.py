@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ _PIXELS_COUNTED = 1 << 22
 _MAX_COUNTED = 1 << 16
 #: Values that a message lists.
 _MAX_LISTED = 20
+_JPEG_REMEDY = "write label maps as PNG, such as PIL.Image.open(path).point(lambda value: 255 * (value > 127)) for two classes."
 #: Distinct values of a label map at most; more are not labels.
 _MAX_VALUES = 4096
 
@@ -68,13 +70,16 @@ def _strips(labels: npt.NDArray[Any] | Image) -> Iterator[npt.NDArray[Any]]:
         yield from read_strips(labels, max(1, _PIXELS_COUNTED // labels.width_px))
 
 
-def label_problem(counts: Mapping[int, int], classes: Sequence[str], mask_values: Mapping[int, int] | None) -> str | None:
+def label_problem(
+    counts: Mapping[int, int], classes: Sequence[str], mask_values: Mapping[int, int] | None, path: Path | None = None
+) -> str | None:
     """Problem of a label map by its values; None for a usable one.
 
     Args:
         counts: pixels of each value.
         classes: names of the classes.
         mask_values: class index of each value; None for values that are class indices.
+        path: of the label map. Default: `None`
     """
     class_of = _class_of(classes, mask_values)
     unknown = [value for value in counts if value not in class_of]
@@ -84,7 +89,9 @@ def label_problem(counts: Mapping[int, int], classes: Sequence[str], mask_values
             if mask_values is None
             else f"data.mask_values has {', '.join(map(str, class_of))}"
         )
-        return f"holds {unknown[0]}; {allowed}. Its values are {values_text(counts)}. {_remedy(counts, classes)}"
+        is_jpeg = path is not None and path.suffix.lower() in (".jpg", ".jpeg")
+        remedy = f"JPEG changes values at edges: {_JPEG_REMEDY}" if is_jpeg else _remedy(counts, classes)
+        return f"holds {unknown[0]}; {allowed}. Its values are {values_text(counts)}. {remedy}"
     if all(class_of[value] == IGNORED_LABEL for value in counts):
         return f"labels nothing of what is read of its slide: {values_text(counts)}, for none, everywhere"
     return None

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from sft import InputError, SourceError
-from sft.sources import Slide, open_image
+from sft.sources import NiftiVolume, Slide, open_image
 from sft.sources.readers.dicom import find_dicom_file
 from tests.sources.test_pixel_types import numbers
 
 pydicom = pytest.importorskip("pydicom")
 pytest.importorskip("openslide")
+pytest.importorskip("nibabel")
 
 _SLIDE_CLASS, _OTHER_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6", "1.2.840.10008.5.1.4.1.1.7"
 
@@ -85,3 +86,24 @@ def test_folders_that_need_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pydicom", None)
     with pytest.raises(SourceError, match=r"pip install .*\[dicom\]"):
         open_image(tmp_path)
+
+
+def test_files_of_volumes_and_signals_are_named_with_a_line_that_reads_them(tmp_path: Path) -> None:
+    pixels = numbers((32, 32, 3), "uint8")
+    (tmp_path / "ct").mkdir()
+    slices = _write(tmp_path / "ct" / "0.dcm", pixels, "1.2.3.5", 0, kind=_OTHER_CLASS)
+    for path in (slices, slices.parent):
+        with pytest.raises(SourceError, match=r"as an array: sft.sources.ArraySource\(pydicom.dcmread\(path\).pixel_array\)"):
+            open_image(path)
+    (tmp_path / "a.nrrd").write_bytes(b"NRRD0004\ntype: short\n")
+    (tmp_path / "a.mha").write_bytes(b"ObjectType = Image\nNDims = 3\n")
+    (tmp_path / "a.wav").write_bytes(b"RIFF\x24\0\0\0WAVEfmt ")
+    for name, words in (
+        ("a.nrrd", "it is an NRRD file, .*nrrd.read"),
+        ("a.mha", "it is a MetaImage file, .*SimpleITK.ReadImage"),
+        ("a.wav", "it is a WAV sound, .*given as tensors"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            open_image(tmp_path / name)
+    with pytest.raises(SourceError, match=r"A volume is given as a tensor: .*SimpleITK.ReadImage"):
+        _ = NiftiVolume(tmp_path / "a.mha").shape

@@ -222,7 +222,7 @@ def test_grey_values_with_a_colour_table(kind: str, tmp_path: Path) -> None:
         ("cmyk.tif", "Save one channel"),
         ("cut.tif", "cut short"),
         ("cut.npy", r"cut\.npy"),
-        ("float.npy", r"pixels are uint8.*bool"),
+        ("float.npy", r"labels are uint8.*bool"),
         ("float.tif", "it holds float32, labels are integers"),
         ("two.tif", "2 images of 40 x 30 px"),
         ("two.gif", "2 images of 90 x 70 px"),

@@ -138,6 +138,22 @@ def test_colours_of_label_maps_have_classes(tmp_path: Path, capsys: pytest.Captu
     assert float(row["tum_true_px"]) == float(row["back_true_px"]) == 32 * 64
 
 
+def test_label_maps_in_lossy_files_and_of_floats_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 255), "val": (0, 255)}, ".jpg")
+    disc = np.hypot(*np.mgrid[-32:32, -32:32]) < 20
+    Image.fromarray(np.where(disc, 255, 0).astype(np.uint8)).save(tmp_path / "m0.jpg")
+    config = _config(tmp_path, table, ["back", "tum"], mask_values={0: 0, 255: 1})
+    assert main(["train", "--config", str(config), "--dry-run"]) == 1
+    assert "JPEG changes values at edges: write label maps as PNG" in " ".join(capsys.readouterr().err.split())
+    np.save(tmp_path / "m.npy", disc.astype(np.float32))
+    with pytest.raises(InputError, match=r"of float32 as a label map: labels are uint8, .* Convert it: numpy.save"):
+        sft.sources.open_labels(tmp_path / "m.npy")
+    Image.merge("LA", [Image.fromarray(disc.astype(np.uint8))] * 2).save(tmp_path / "m.png")
+    with pytest.raises(InputError, match=r"it has 2 channels. Choose channel=0"):
+        sft.sources.open_labels(tmp_path / "m.png")
+    assert sft.sources.open_labels(tmp_path / "m.png", channel=0).shape == (1, 1, 64, 64)
+
+
 def test_a_class_that_validation_lacks_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = _maps(tmp_path, {"train": (0, 1), "val": (0, 0), "test": (0, 1)})
     assert main(["train", "--config", str(_config(tmp_path, table, ["a", "b"])), "--dry-run"]) == 0

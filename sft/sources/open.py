@@ -8,7 +8,7 @@ path                                           reader
 TIFF                                           ``"tiff"``; ``"openslide"`` for TIFFs of vendors with overlapping tiles or several areas,
                                                and for missing tiles in reduced levels, which it draws from the next finer level;
                                                ``"geo"`` with ``mask=``, and for GeoTIFFs that only GDAL reads
-VRT                                            ``"geo"``
+VRT, JPEG 2000 with map coordinates            ``"geo"``
 PNG, JPEG, JPEG 2000                           ``"encoded"``
 NumPy file                                     ``"npy"``
 folder or ZIP file with Zarr metadata          ``"zarr"``
@@ -37,7 +37,7 @@ from sft.sources.image import Raster, pixel_dtype
 from sft.sources.readers.composite import Channel, ChannelSelection, ChannelStack, Mosaic, lie_at_one_place
 from sft.sources.readers.dicom import find_dicom_file
 from sft.sources.readers.encoded import EncodedImage, encoded_format
-from sft.sources.readers.geotiff import GeoImage, MaskMode, has_rasterio
+from sft.sources.readers.geotiff import GeoImage, MaskMode, has_rasterio, read_georeference
 from sft.sources.readers.openslide import Slide
 from sft.sources.readers.remote import RemotePath, naming_remote_errors, source_path
 from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
@@ -280,8 +280,11 @@ def _detect_reader(path: Any) -> Reader:
         return "zarr"
     if head.startswith(_TIFF_MAGIC):
         return "tiff"
+    encoding = encoded_format(head)
     # A MIRAX slide is a JPEG image with a folder beside it.
-    return "encoded" if encoded_format(head) and (isinstance(path, RemotePath) or _vendor(path) is None) else "openslide"
+    if not encoding or not (isinstance(path, RemotePath) or _vendor(path) is None):
+        return "openslide"
+    return "geo" if encoding == "JPEG 2000" and isinstance(path, Path) and read_georeference(path) is not None else "encoded"
 
 
 def _open_tiff(path: Any, request: _Request) -> Raster:

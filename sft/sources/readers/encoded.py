@@ -5,6 +5,8 @@ memory until the image is closed, so later reads cost nothing; `cost_note` state
 
 - PNG of 8 and 16 bits, grey or RGB; palettes become RGB; transparency is laid over white, as in slides.
 - JPEG of 8 bits, grey or RGB. libjpeg's warnings (noise in place of damaged data) are errors. CMYK is refused.
+- A world file next to the image (``a.pgw``) is its georeference (extra ``geo``). JPEG 2000 with map coordinates, such as Sentinel-2 has, is
+  read in its tiles by `sft.sources.GeoImage`.
 - An image that its EXIF data say is to be turned is refused: its rows are not rows of the scene.
 """
 
@@ -22,6 +24,7 @@ from sft.common.byte_units import format_bytes
 from sft.common.errors import SourceError
 from sft.sources.file_image import DecodedFile
 from sft.sources.image import ImageFacts, Pixels, Rectangle, missing_extra
+from sft.sources.readers.geotiff import georeference_mpp, read_georeference
 
 __all__ = ["EncodedImage", "encoded_format"]
 
@@ -99,11 +102,14 @@ class EncodedImage(DecodedFile[_Decoded]):
     def _describe(self, handle: _Decoded) -> ImageFacts:
         header = handle.header
         white = 65535 if header.bits > 8 else 255
+        georeference = read_georeference(self.path) if isinstance(self.path, Path) and _has_place_beside(self.path) else None
         return ImageFacts(
             level_dimensions=((header.width_px, header.height_px),),
             tiles_px=(None,),
             num_channels=header.num_channels,
+            mpp=georeference_mpp(georeference),
             background=(white,) * header.num_channels,
+            georeference=georeference,
             dtype=header.dtype.name,
             cost_note=f"a {header.kind} image is decoded completely at its first read, into {format_bytes(header.decoded_bytes)} of memory",
         )
@@ -112,6 +118,17 @@ class EncodedImage(DecodedFile[_Decoded]):
         if handle.pixels is None:  # threads that race here decode it twice, and keep one
             handle.pixels = _decode(self.path, handle.header)
         return handle.pixels[rectangle.slices].copy()
+
+
+def _has_place_beside(path: Path) -> bool:
+    """True if a world file of the image, or metadata of GDAL, lie next to it.
+
+    >>> _has_place_beside(Path("none.png"))
+    False
+    """
+    suffix = path.suffix or ".wld"
+    world_files = [path.with_suffix(name) for name in (".wld", f"{suffix}w", f"{suffix[:2]}{suffix[-1]}w")]
+    return any(file.is_file() for file in (*world_files, path.with_name(f"{path.name}.aux.xml")))
 
 
 def _decode(path: Path, header: _Header) -> Pixels:

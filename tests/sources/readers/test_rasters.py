@@ -117,6 +117,38 @@ def test_an_alpha_band_needs_a_choice(dtype: str, tiled: bool, tmp_path: Path) -
     assert np.array_equal(open_image(path, mask="band").read(0, 0, 64, 64), pixels)
 
 
+def test_jpeg_2000_with_map_coordinates_is_a_raster_of_gdal(tmp_path: Path) -> None:
+    """Sentinel-2 is delivered as JPEG 2000: one file a band, at 10 m and 20 m."""
+    pixels = numbers((40, 50, 2), "uint16")
+    for number, size_m in enumerate((10, 20)):
+        band = pixels[:: number + 1, :: number + 1, number]
+        place = rasterio.Affine(size_m, 0, 600_000, 0, -size_m, 5_200_000)
+        shape = {"height": band.shape[0], "width": band.shape[1], "count": 1, "dtype": "uint16"}
+        exact = {"QUALITY": 100, "REVERSIBLE": "YES"}
+        path = tmp_path / f"B{number}.jp2"
+        with rasterio.open(path, "w", driver="JP2OpenJPEG", crs="EPSG:32632", transform=place, **shape, **exact) as file:
+            file.write(band, 1)
+    image: Any = open_image(tmp_path / "B0.jp2")
+    assert repr(image).startswith("GeoImage") and image.mpp == pytest.approx((1e7, 1e7))
+    assert image.georeference is not None and image.georeference.transform == SENTINEL["transform"][:6]
+    assert np.array_equal(image.read(3, 5, 40, 30)[..., 0], pixels[5:35, 3:43, 0])
+    assert open_image(tmp_path / "B0.jp2", mask="fill").num_channels == 1
+    stack: Any = open_image([tmp_path / "B0.jp2", tmp_path / "B1.jp2"], mpp=20e6)
+    assert stack.channel_names == ("B0", "B1")
+    assert np.array_equal(stack.read(0, 0, 25, 20)[..., 1], pixels[::2, ::2, 1])
+
+
+@pytest.mark.parametrize(("name", "world"), [("a.png", "a.pgw"), ("a.png", "a.wld"), ("a.jpg", "a.jgw"), ("a.jpeg", "a.jpegw")])
+def test_world_files_are_the_place_of_a_picture(name: str, world: str, tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.fromarray(numbers((40, 50, 3), "uint8")).save(tmp_path / name)
+    plain: Any = open_image(tmp_path / name)
+    assert plain.georeference is None
+    (tmp_path / world).write_text("10\n0\n0\n-10\n600005\n5199995\n")
+    image: Any = open_image(tmp_path / name)
+    assert image.georeference is not None and image.georeference.transform == SENTINEL["transform"][:6]
+
+
 @pytest.mark.parametrize(("nodata", "background"), [(-9999, 0), (70_000, 65_535), (float("nan"), 0), (12.4, 12)])
 def test_nodata_that_the_type_does_not_have(nodata: float, background: float, tmp_path: Path) -> None:
     """Policy: no stored pixel has it, and missing tiles are the nearest value, as in GDAL."""

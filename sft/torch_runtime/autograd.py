@@ -25,6 +25,7 @@ from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph, will_engine_execute
 from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.runtime.region import Region, Tape
+from sft.torch_runtime.gradient_groups import GradientGroups, copy_lasting_grads
 from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
@@ -68,11 +69,14 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
         ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
-    # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
-    anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
     without_tensors = replace(inputs, tensors=(), version_guards=())  # autograd's context must not keep the tensors that autograd watches
     outputs = {name: leaves[name] for name in region.outputs if name in leaves}
-    arguments = (region, without_tensors, hosts, outputs, *tensors, *inputs.version_guards, *anchor)
+    if inputs.resources.pass_graphs is not None and inputs.resources.pass_graphs.is_enabled:
+        groups = GradientGroups.of(region, leaves)
+        leaves, without_tensors = groups.aliases(leaves), replace(without_tensors, gradient_groups=groups)
+    # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
+    anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
+    arguments = (region, without_tensors, hosts, outputs, *leaves.values(), *inputs.version_guards, *anchor)
     results = _RegionFunction.apply(*arguments)  # type: ignore[no-untyped-call]  # as torch leaves it
     outputs.update(zip((name for name in region.outputs if name not in outputs), results, strict=True))
     return outputs
@@ -250,7 +254,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if leaf_grads is None:
         leaf_grads = _run_backward(ctx, _detached(leaves), output_grads, reached, consume=consume)
         if inputs.has_pool:
-            _move_lasting_grads(region, inputs, tensors, leaf_grads)
+            inputs.gradient_groups.copy_next(unneeded_grads(ctx, inputs.names))
+            copy_lasting_grads(region, leaves, leaf_grads, inputs.device)
     return _grads_of_tensors(ctx, leaf_grads, reached)
 
 
@@ -275,8 +280,12 @@ def _replay_backward(
         return None
     if consume:
         ctx.recorded = None
-    leaf_grads = recorded.backward(output_grads, partial(_record_backward, ctx.region, inputs), is_last=consume)
-    if leaf_grads is None:
+    groups = inputs.gradient_groups
+    run = partial(_record_backward, ctx.region, inputs)
+    leaf_grads = recorded.backward(output_grads, run, is_last=consume, uncopied=groups.names)
+    if leaf_grads is not None:
+        groups.copy_next(unneeded_grads(ctx, inputs.names), recorded.release if consume else lambda: None)
+    else:
         ctx.recorded = None
         offloader = inputs.make_offloader()
         tape = _recompute_tape(ctx.region, inputs, _detached(leaves), offloader)
@@ -343,19 +352,6 @@ def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, t
     outputs, tape = _forward_with_tape(region, inputs, {**leaves, **zeros}, {}, offloader)
     _detach_tape(tape, outputs, (), {*leaves, *zeros}, {})
     return tape
-
-
-def _move_lasting_grads(region: Region, inputs: RegionInputs, tensors: Sequence[torch.Tensor | None], grads: dict[str, Any]) -> None:
-    """Copy the parameters' gradients that outlast the pass out of its memory pool, one after another.
-
-    Autograd keeps the gradient of a leaf that has none yet. In the pool it would occupy a segment of the next step. Gradients of streamed
-    weights are on the host.
-    """
-    for name, tensor in zip(inputs.names, tensors, strict=False):
-        is_kept = tensor is not None and tensor.is_leaf and tensor.grad is None
-        grad = grads.get(name)
-        if is_kept and region.graph[name].kind == "parameter" and grad is not None and grad.device.type == inputs.device.type:
-            grads[name] = grad.clone()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ A graph runs on the addresses that it was recorded on:
 - the model's weights and buffers are recorded as they are; if they have moved, the passes are recorded again, as they are if settings of
   torch that select kernels have changed;
 - inputs and gradients of outputs are copied into tensors of the recording before a replay;
-- outputs and gradients are copied out of the recording after it;
+- outputs and gradients are copied out of the recording after it, gradients of parameters in groups
+  (:mod:`sft.torch_runtime.gradient_groups`);
 - values that wait on the host, and strips of cuts there, are copied to and from one slab of page-locked memory, which the recording leases.
 
 All other tensors are in the recording's memory pool. It consists of the plan's segments, as the pool of passes without graphs
@@ -205,13 +206,16 @@ class RecordedCall:
     _graphs: PassGraphs
     _is_spent: bool = False
 
-    def backward(self, output_grads: Mapping[str, Tensor], run: RunBackward, *, is_last: bool) -> dict[str, Tensor] | None:
+    def backward(
+        self, output_grads: Mapping[str, Tensor], run: RunBackward, *, is_last: bool, uncopied: Collection[str] = ()
+    ) -> dict[str, Tensor] | None:
         """Gradients of the leaves, in memory of their own; ``None`` if the pass cannot be recorded, which ends the call.
 
         Args:
             output_grads: gradients of the outputs.
             run: runs the pass without a graph, to record it.
             is_last: true if no other backward pass of this call follows.
+            uncopied: leaves with gradients that stay in memory of the recording. The call is pending until :meth:`release`.
         """
         step = self._step
         if step.backward is None and not self._graphs.record_backward(step, output_grads, run):
@@ -221,8 +225,14 @@ class RecordedCall:
         if self._is_spent:
             step.forward.replay()
         step.backward.run(output_grads)
-        self._is_spent, self.is_pending = True, not is_last
-        return step.backward.copy_results()
+        self._is_spent = True
+        grads = step.backward.copy_results(uncopied)
+        self.is_pending = bool(uncopied) or not is_last
+        return grads
+
+    def release(self) -> None:
+        """End the call: the caller has copied the gradients of its last backward pass."""
+        self.is_pending = False
 
 
 @dataclass(slots=True)

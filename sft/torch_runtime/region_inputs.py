@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
 from sft.torch_runtime.device_pool import DevicePool, PoolLayout
+from sft.torch_runtime.gradient_groups import GradientGroups
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
@@ -67,6 +69,7 @@ class RegionInputs:
         backward_context: context in which a backward pass runs.
         check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
         weights: the streamed parameters; their entries in ``tensors`` are on the host.
+        gradient_groups: groups of the parameters whose gradients are copied; none for a plan without recorded passes.
         cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run.
     """
 
@@ -87,6 +90,7 @@ class RegionInputs:
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
+    gradient_groups: GradientGroups = field(default_factory=partial(GradientGroups, ()))
     cudnn_benchmark: bool = False
 
     @property

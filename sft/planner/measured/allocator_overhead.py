@@ -38,7 +38,14 @@ from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
 from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
 from sft.planner.measured.event_sequence import AllocationTrace
-from sft.planner.measured.reserved_memory import recording_sizes, reserved_bytes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import (
+    copied_gradient_sizes,
+    largest_copies,
+    recording_sizes,
+    reserved_bytes,
+    resident_sizes,
+    simulate_reserved_memory,
+)
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -101,7 +108,7 @@ class OverheadEstimator:
 
     def least_bytes(self, problem: PlanningProblem) -> int:
         """Bytes that every plan takes in addition to its projection."""
-        return sum(recording_sizes(problem)) if self.cuda_graphs == "passes" else 0
+        return sum((*recording_sizes(problem), *largest_copies(problem))) if self.cuda_graphs == "passes" else 0
 
     def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
         """The plan with its overhead: bytes of a step and of everything resident that exceed the bytes of their tensors.
@@ -117,18 +124,19 @@ class OverheadEstimator:
         )
         if records_passes:
             resident += recording_sizes(problem)
+        copied = copied_gradient_sizes(problem) if records_passes else ()
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
         traces = [trace]
         if self._has_scratch:  # a function of several calls may allocate it before its result or after it
             traces.append(record_step(problem, projected.region, self._workspaces, scratch_first=True))
-        segments = self._choose_segments(traces, resident) if has_pool else None
+        segments = self._choose_segments(traces, None if records_passes else resident) if has_pool else None
         if self._multiplies and self.device is not None:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
         total_bytes = max(
-            reserved_bytes(each, self.allocator, segments=segments, resident=resident)
+            reserved_bytes(each, self.allocator, segments=segments, resident=resident, copied=copied)
             for each in (*traces, *self._resumed_traces(problem, projected, trace.sequence.num_events))
         )
         if self.cuda_graphs is not None and self.device is not None:
@@ -140,14 +148,16 @@ class OverheadEstimator:
         )
         return replace(projected, projection=projection)
 
-    def _choose_segments(self, traces: Sequence[AllocationTrace], resident: Sequence[int]) -> tuple[int, ...] | None:
-        """Segments with which none of the traces reserves more than with those chosen for another one."""
+    def _choose_segments(self, traces: Sequence[AllocationTrace], resident: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Segments with which none of the traces reserves more than with those chosen for another one; of a recording if ``resident`` is
+        ``None``, which has a pool in any case.
+        """
         chosen = {choose_segments(trace, self.allocator, resident) for trace in traces}
         if len(chosen) == 1:
             return chosen.pop()
 
         def most_bytes(segments: tuple[int, ...] | None) -> int:
-            return max(reserved_bytes(each, self.allocator, segments=segments, resident=resident) for each in traces)
+            return max(reserved_bytes(each, self.allocator, segments=segments, resident=resident or ()) for each in traces)
 
         return min(sorted(chosen, key=str), key=most_bytes)
 

@@ -4,6 +4,8 @@ If no plan that fits by its projection also fits with its overhead, the search i
 overhead of these plans, as others may have less. The same holds if only a much slower plan fits. For example, the fastest plan takes
 36 ms and 356 MiB of 350, and the fastest one that fits 90 ms: in 15 MiB less, the search has another one of 37 ms.
 
+A room between that of a plan that fits and the last one without any may have a faster plan, so two such rooms are tried.
+
 In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
 """
 
@@ -26,6 +28,8 @@ Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
 #: Steps in which the room of a step is reduced by the overhead of plans that did not fit: another plan may have less.
 _ROOM_STEPS = 32
+#: Rooms that are tried between one without a plan that fits and the next one.
+_NUM_REFINEMENTS = 2
 #: A plan is taken if it takes at most this multiple of the time of the fastest plan that fits by its projection alone.
 _NEAR_FASTEST = 1.1
 
@@ -60,11 +64,11 @@ class OverheadSearch:
             BudgetError: none fits.
         """
         best: FittedPlan | None = None
+        refused_bytes = overhead_bytes
         while True:
             num_measured = len(self._measured)
-            self._seen.clear()
             try:
-                fitted = self._measure(self.fit(problem.with_overhead(overhead_bytes), self._fits_measured))
+                fitted = self._fit(problem, overhead_bytes)
             except BudgetError as error:
                 if best is not None:
                     return best
@@ -77,11 +81,28 @@ class OverheadSearch:
             if self._fits(fitted):
                 best = fitted if best is None else min(best, fitted, key=self.seconds)
                 if self.seconds(best) <= _NEAR_FASTEST * self.seconds(fastest):
-                    return best
+                    return self._refined(problem, best, refused_bytes, overhead_bytes)
             new_plans = [each for _, each in [*self._measured.values()][num_measured:] if not self._fits(each)] or [fastest]
+            refused_bytes = overhead_bytes
             least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
             step_bytes = max(overhead_bytes // 8 + 1, (self.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
             overhead_bytes = max(min(least_bytes, overhead_bytes + step_bytes), overhead_bytes + overhead_bytes // 8 + 1)
+
+    def _fit(self, problem: PlanningProblem, overhead_bytes: int) -> FittedPlan:
+        """The plan of one search with this overhead."""
+        self._seen.clear()
+        return self._measure(self.fit(problem.with_overhead(overhead_bytes), self._fits_measured))
+
+    def _refined(self, problem: PlanningProblem, best: FittedPlan, refused_bytes: int, overhead_bytes: int) -> FittedPlan:
+        """The fastest plan of a few rooms between the last one whose plans did not fit and the one of a plan that fits."""
+        for _ in range(_NUM_REFINEMENTS if refused_bytes < overhead_bytes else 0):
+            middle_bytes = (refused_bytes + overhead_bytes) // 2
+            fitted = self._fit(problem, middle_bytes)
+            if self._fits(fitted) and self.seconds(fitted) <= self.seconds(best):
+                best, overhead_bytes = fitted, middle_bytes
+            else:
+                refused_bytes = middle_bytes
+        return best
 
     def _fits_measured(self, problem: PlanningProblem, plan: ProjectedPlan) -> bool:
         """True if a plan fits with its overhead; the plans of a search are noted."""

@@ -18,8 +18,17 @@ from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.step_replay import NUM_STEPS, StepReplay
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from sft.torch_runtime.gradient_groups import group_gradients
 
-__all__ = ["ReservedMemory", "recording_sizes", "reserved_bytes", "resident_sizes", "simulate_reserved_memory"]
+__all__ = [
+    "ReservedMemory",
+    "copied_gradient_sizes",
+    "largest_copies",
+    "recording_sizes",
+    "reserved_bytes",
+    "resident_sizes",
+    "simulate_reserved_memory",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +89,26 @@ def simulate_reserved_memory(
 
 
 def reserved_bytes(
-    trace: AllocationTrace, settings: AllocatorSettings, *, segments: tuple[int, ...] | None, resident: Sequence[int]
+    trace: AllocationTrace,
+    settings: AllocatorSettings,
+    *,
+    segments: tuple[int, ...] | None,
+    resident: Sequence[int],
+    copied: Sequence[Sequence[int]] = (),
 ) -> int:
-    """The reserved bytes of :func:`simulate_reserved_memory` without a limit, in less time."""
+    """The reserved bytes of :func:`simulate_reserved_memory` without a limit, in less time.
+
+    Args:
+        trace: as there.
+        settings: as there.
+        segments: as there.
+        resident: as there.
+        copied: bytes of the gradients that are copied out of the pool at the end of the step, by group.
+    """
     replay = StepReplay.of(trace, settings)
     if segments is None:
         return replay.bytes_without_pool(resident)
-    return replay.outside_bytes(resident) + replay.pool_bytes(segments)[0]
+    return replay.outside_bytes(resident, copied) + replay.pool_bytes(segments)[0]
 
 
 def _replay(trace: AllocationTrace, pool: CachingAllocator, outside: CachingAllocator) -> None:
@@ -101,15 +123,18 @@ def _replay(trace: AllocationTrace, pool: CachingAllocator, outside: CachingAllo
 
 
 def resident_sizes(problem: PlanningProblem) -> list[int]:
-    """Bytes of the resident tensors: parameters and buffers, and copies of the parameters (gradients, optimizer state) up to the total."""
+    """Bytes of the resident tensors: parameters and buffers, and copies of the trained parameters (gradients, optimizer state) up to the
+    total.
+    """
     graph, sized = problem.sized.graph, problem.sized
     streamed = frozenset() if problem.resources.weights is None else frozenset(problem.resources.weights.num_bytes)
     leaves = [node for node in graph.nodes if node.kind in ("parameter", "buffer") and node.name not in streamed]
     sizes = [sized.value_bytes(node.name) for node in leaves]
-    parameters = [sized.value_bytes(node.name) for node in leaves if node.kind == "parameter"]
+    parameters = [node.name for node in leaves if node.kind == "parameter"]
+    trained = [name for name in parameters if name in sized.requires_grad] or parameters
     left_bytes = problem.resources.resident_bytes - sum(sizes)
-    while left_bytes > 0 and sum(parameters) > 0:
-        for num_bytes in parameters:
+    while left_bytes > 0 and sum(map(sized.value_bytes, trained)) > 0:
+        for num_bytes in map(sized.value_bytes, trained):
             sizes.append(min(num_bytes, left_bytes))
             left_bytes -= sizes[-1]
             if left_bytes <= 0:
@@ -118,10 +143,25 @@ def resident_sizes(problem: PlanningProblem) -> list[int]:
 
 
 def recording_sizes(problem: PlanningProblem) -> list[int]:
-    """Bytes of the tensors that exist in addition if both passes are recorded as CUDA graphs: copies of all that enters and leaves them."""
+    """Bytes of the tensors that exist in addition if both passes are recorded as CUDA graphs: copies of what enters and leaves them, except
+    for gradients of parameters (:func:`copied_gradient_sizes`).
+    """
     sized = problem.sized
     names = [*sized.graph.inputs, *sized.graph.seeds, *sized.graph.results]
     if sized.training:
-        leaves = [node.name for node in sized.graph.nodes if node.kind in ("input", "parameter")]
+        leaves = [node.name for node in sized.graph.nodes if node.kind == "input"]
         names += [name for name in (*sized.graph.results, *leaves) if name in sized.requires_grad]
     return [sized.value_bytes(name) for name in names]
+
+
+def copied_gradient_sizes(problem: PlanningProblem) -> tuple[tuple[int, ...], ...]:
+    """Bytes of the parameters' gradients that are copied out of recorded passes, by group: one group after another."""
+    sized = problem.sized
+    trained = [node.name for node in sized.graph.nodes if node.kind == "parameter" and node.name in sized.requires_grad]
+    groups = group_gradients({name: sized.value_bytes(name) for name in trained}) if sized.training else ()
+    return tuple(tuple(map(sized.value_bytes, group)) for group in reversed(groups))
+
+
+def largest_copies(problem: PlanningProblem) -> tuple[int, ...]:
+    """Bytes of the group of copied gradients with the most bytes; empty if there are none."""
+    return max(copied_gradient_sizes(problem), key=sum, default=())

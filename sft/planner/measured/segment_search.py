@@ -38,7 +38,7 @@ _NUM_SPLIT_SIZES: Final = 12
 _SHRUNK_SHARES: Final = (0.002, 0.005, 0.01, 0.02, 0.04)
 
 
-def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, resident: Sequence[int] = ()) -> tuple[int, ...] | None:
+def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, resident: Sequence[int] | None = ()) -> tuple[int, ...] | None:
     """Bytes of the segments in which a step reserves least memory; ``None`` if that is without a pool.
 
     Empty if the step allocates no block of more than a mebibyte.
@@ -46,14 +46,18 @@ def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, residen
     Args:
         trace: allocations of a step.
         settings: the allocator's settings.
-        resident: bytes of each tensor that exists before the step.
+        resident: bytes of each tensor that exists before the step; ``None`` for a step that has a pool in any case.
     """
     replay = StepReplay.of(trace, settings)
     peak = replay.sequence.peak
     largest = sorted((num_bytes for num_bytes in peak.sizes if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)
     search = _SegmentSearch(replay, peak.num_bytes, largest)
-    least_bytes = _bytes_without_pool(replay, resident, search.division(*_DIVISIONS[0]))
     best: tuple[int, ...] | None = None
+    if resident is None:
+        best = replay.own_segments()
+        least_bytes = search.reserved_bytes(best, _UNLIMITED_BYTES)
+    else:
+        least_bytes = _bytes_without_pool(replay, resident, search.division(*_DIVISIONS[0]))
     for count, spare in _DIVISIONS:
         if search.num_replayed > _MAX_REPLAYED_EVENTS:
             break

@@ -11,8 +11,10 @@ A search over segments replays one step many times. Four facts save most of that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final, TypeVar
 
 from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
@@ -75,11 +77,29 @@ class StepReplay:
         """Bytes that the small pool reserves."""
         return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
 
-    def outside_bytes(self, resident: Iterable[int]) -> int:
-        """Bytes that resident tensors and those of the caller reserve, outside of the pool."""
+    def outside_bytes(self, resident: Sequence[int], copied: Sequence[Sequence[int]] = ()) -> int:
+        """Bytes that resident tensors and those of the caller reserve, outside of the pool.
+
+        Args:
+            resident: bytes of each tensor that exists before the step.
+            copied: bytes of the gradients that are copied out of the pool at the end of the step, by group. Either they are added to
+                resident ones, group by group, or they replace these, which were freed before the step.
+        """
         numbers = self.trace.caller_numbers
-        callers = EventSequence.of(item for item in self.trace.sequence.items if item[0] in numbers and isinstance(item[1], int))
-        return self._shared_bytes(PoolRequests.of(callers, self.settings), resident, None)
+        callers = [item for item in self.trace.sequence.items if item[0] in numbers and isinstance(item[1], int)]
+        variants = [(callers, list(resident))]
+        if copied:
+            num_lasting = 1 + max((index for index, (_, value) in enumerate(callers) if value), default=-1)
+            lasting, frees = callers[:num_lasting], callers[num_lasting:]
+            groups = _numbered(copied, 1 + max(numbers, default=0))
+            added = [event for group in groups for event in (*group, *_frees(group))]
+            kept = [event for group in groups for event in group]
+            variants = [
+                ([*lasting, *added, *frees], list(resident)),
+                ([*lasting, *kept, *frees, *_frees(kept)], _without(resident, [num_bytes for _, num_bytes in kept])),
+            ]
+        sequences = ((EventSequence.of(events), sizes) for events, sizes in variants)
+        return max(self._shared_bytes(PoolRequests.of(sequence, self.settings), sizes, None) for sequence, sizes in sequences)
 
     def bytes_without_pool(self, resident: Sequence[int], limit_bytes: int | None = None) -> int:
         """Bytes that resident tensors and the whole step reserve in the default pool; if above the limit, as many as at that moment."""
@@ -178,6 +198,27 @@ class StepReplay:
         for block in [pool.allocate(self.settings.block_bytes(num_bytes)) for num_bytes in segments]:
             pool.free(block)
         return pool
+
+
+def _numbered(groups: Iterable[Iterable[int]], first: int) -> list[list[tuple[int, int]]]:
+    """Allocations of groups of tensors, with numbers that count from ``first``."""
+    numbers = count(first)
+    return [[(next(numbers), num_bytes) for num_bytes in group] for group in groups]
+
+
+def _frees(allocations: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(number, 0) for number, _ in allocations]
+
+
+def _without(sizes: Iterable[int], removed: Iterable[int]) -> list[int]:
+    """Sizes without some of them, the last ones of each size."""
+    left, kept = Counter(removed), list[int]()
+    for num_bytes in reversed([*sizes]):
+        if left[num_bytes]:
+            left[num_bytes] -= 1
+        else:
+            kept.append(num_bytes)
+    return kept[::-1]
 
 
 def _recent_results(key: Hashable) -> dict[Hashable, Any]:

@@ -111,6 +111,13 @@ def test_the_best_plan_is_taken_where_less_room_has_none() -> None:
     assert _Planner([_plan(960, 100, 36.0), slow]).search() == slow
 
 
+def test_rooms_between_a_refused_one_and_an_accepted_one_are_tried() -> None:
+    too_large, better, fitting = _plan(990, 100, 36.0), _plan(975, 20, 36.5), _plan(960, 20, 38.0)
+    planner = _Planner([too_large, better, fitting], num_proposed=1)
+    assert planner.search() == better
+    assert planner.rooms == [1000, 969, 985, 993]
+
+
 def test_no_plan_fits() -> None:
     with pytest.raises(BudgetError, match="no plan"):
         _Planner([_plan(960, 100, 36.0), _plan(950, 80, 90.0)]).search()

@@ -23,7 +23,7 @@ from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import _RecordingMachine, record_step
 from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
 from sft.planner.measured.fitted_plan import FittedPlan
-from sft.planner.measured.reserved_memory import reserved_bytes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import copied_gradient_sizes, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.projection import run_step
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -181,6 +181,15 @@ def test_resident_tensors_have_the_resident_bytes() -> None:
     assert simulate_reserved_memory(
         record_step(fitted.problem, fitted.projected.region), AllocatorSettings(), resident=sizes
     ).reserved_bytes
+
+
+def test_gradients_of_trained_parameters_are_resident() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 7), nn.Conv2d(64, 2, 1, bias=False))
+    model[0].requires_grad_(False)
+    problem = _fitted(model, (1, 3, 32, 32), "64MiB").problem
+    sizes = [4 * parameter.numel() for parameter in model.parameters()]
+    assert sorted(resident_sizes(problem)) == sorted([*sizes, sizes[-1]])
+    assert copied_gradient_sizes(problem) == ((sizes[-1],),)
 
 
 def test_a_plan_for_a_gpu_of_another_machine_fits_by_its_reserved_bytes() -> None:

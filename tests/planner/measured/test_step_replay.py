@@ -10,7 +10,7 @@ from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import reserved_bytes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.measured.step_replay import StepReplay
-from sft.runtime.caching_allocator import AllocatorSettings
+from sft.runtime.caching_allocator import AllocatorSettings, CachingAllocator
 
 _MIB = 2**20
 
@@ -85,3 +85,57 @@ def test_equal_steps_have_equal_segments(allocator: AllocatorSettings, monkeypat
             trace, allocator, segments=None, resident=resident
         )
     assert chosen[0] == chosen[2]
+
+
+def _accumulated(weights: list[int], groups: list[list[int]], image_bytes: int) -> int:
+    """Reserved bytes of two steps that add copies of gradients to existing ones, group by group."""
+    allocator = CachingAllocator()
+    for num_bytes in [*weights, *(size for group in groups for size in group)]:
+        allocator.allocate(num_bytes)
+    for _ in range(2):
+        image = allocator.allocate(image_bytes)
+        for group in groups:
+            for block in [allocator.allocate(num_bytes) for num_bytes in group]:
+                allocator.free(block)
+        allocator.free(image)
+    return allocator.peak_reserved_bytes
+
+
+def _replaced(weights: list[int], groups: list[list[int]], image_bytes: int) -> int:
+    """Reserved bytes of two steps before which the gradients were freed."""
+    allocator = CachingAllocator()
+    for num_bytes in weights:
+        allocator.allocate(num_bytes)
+    for _ in range(2):
+        image = allocator.allocate(image_bytes)
+        grads = [allocator.allocate(num_bytes) for group in groups for num_bytes in group]
+        allocator.free(image)
+        for block in grads:
+            allocator.free(block)
+    return allocator.peak_reserved_bytes
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 12 * _MIB), max_size=6),
+    st.lists(st.lists(st.integers(1, 6 * _MIB), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 48 * _MIB),
+)
+def test_copied_gradients_are_added_or_kept(weights: list[int], groups: list[list[int]], image_bytes: int) -> None:
+    trace = AllocationTrace.of([(1, image_bytes), (2, 30 * _MIB), (2, 0), (1, 0)], frozenset({1}))
+    resident = [*weights, *(size for group in groups for size in group)]
+    expected = max(each(weights, groups, image_bytes) for each in (_accumulated, _replaced))
+    assert StepReplay.of(trace, AllocatorSettings()).outside_bytes(resident, groups) == expected
+
+
+def test_the_copies_of_one_group_are_counted() -> None:
+    """Gradients of 24 MiB in groups of 12 are resident, and copies of one group are added to them."""
+    trace = AllocationTrace.of([(1, _MIB), (1, 0)])
+    replay, groups = StepReplay.of(trace, AllocatorSettings()), [[12 * _MIB], [12 * _MIB]]
+    assert replay.outside_bytes([24 * _MIB, 12 * _MIB, 12 * _MIB], groups) == 60 * _MIB
+
+
+def test_a_step_that_has_a_pool_in_any_case_gets_segments() -> None:
+    """Three tensors, one after another: without a pool they would lie in the segment of a resident one, but a recording has its own."""
+    trace = AllocationTrace.of([event for number in range(1, 4) for event in ((number, 12 * _MIB), (number, 0))])
+    assert choose_segments(trace, AllocatorSettings(), None) == (12 * _MIB,)

@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -132,6 +133,12 @@ def segments_by_pool(snapshot: Sequence[Mapping[str, Any]]) -> dict[str, list[in
     return {pool: sorted(sizes, reverse=True) for pool, sizes in pools.items()}
 
 
+def _counted(sizes: Sequence[int]) -> str:
+    """Sizes in order, equal ones once with their number."""
+    counts = [(size, len([*equal])) for size, equal in groupby(sizes)]
+    return " ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts)
+
+
 def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
     """A sentence if a step took more than its plan projects; otherwise empty."""
     problems = []
@@ -139,7 +146,7 @@ def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
         problems.append(f"allocated {format_bytes(memory.allocated_bytes)}, projected {format_bytes(plan.projected_peak_bytes)}")
     if memory.reserved_bytes is not None and memory.reserved_bytes > plan.projected_reserved_bytes:
         projected = format_bytes(plan.projected_reserved_bytes)
-        segments = "; ".join(f"{pool}: {' '.join(map(str, sizes[:12]))} MiB" for pool, sizes in memory.segments.items())
+        segments = "; ".join(f"{pool}: {_counted(sizes)} MiB" for pool, sizes in memory.segments.items())
         noted = f" ({segments})" if segments else ""
         problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident{noted}")
     return "; ".join(problems)

@@ -25,6 +25,9 @@ from sft.common.errors import BudgetError
 
 __all__ = ["DevicePool", "PoolLayout", "prepare_cublas", "reserve_pool"]
 
+#: Threads, devices and streams that have a workspace of cuBLAS.
+_PREPARED: set[tuple[int, torch.device, int]] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
@@ -60,7 +63,8 @@ class DevicePool:
                 yield
                 return
             with torch.cuda.device(device):
-                prepare_cublas(layout)
+                if layout.multiplies:
+                    prepare_cublas(device)
                 place = (device, torch.cuda.current_stream(device).cuda_stream)
                 if self._pool is None or place != self._place or not _contains(self._segments, layout.segments):
                     self._replace(place, layout.segments)
@@ -83,9 +87,17 @@ class DevicePool:
         self._segments, self._place = segments, place
 
 
-def prepare_cublas(layout: PoolLayout) -> None:
-    """Let cuBLAS allocate its workspace for this thread and stream, which it keeps, so that it does not lie in a pool."""
-    if layout.multiplies:
+def prepare_cublas(device: torch.device) -> None:
+    """Let cuBLAS allocate its workspace for this thread and the current stream, which it keeps, so that it does not lie in a pool.
+
+    Cached memory returns to the device before the first one: the workspace would divide a larger block of a tensor, whose segment it then
+    occupies. On an H200 a workspace of 32 MiB occupied 50 MiB (``benchmarks/results/2026-11-27-h200-gpu-steps.md``).
+    """
+    place = (threading.get_ident(), device, torch.cuda.current_stream(device).cuda_stream)
+    with torch.cuda.device(device):
+        if place not in _PREPARED:
+            torch.cuda.empty_cache()
+            _PREPARED.add(place)
         torch.cuda.current_blas_handle()
 
 

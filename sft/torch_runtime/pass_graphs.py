@@ -96,7 +96,8 @@ class CudaPassRecorder:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self.device), recording_stream(self.device) as stream:
             with torch.cuda.stream(stream):
-                prepare_cublas(self.layout)
+                if self.layout.multiplies:
+                    prepare_cublas(self.device)
                 if self._pool is None:
                     self._pool = reserve_pool(self.device, self.layout.segments)
             graph = torch.cuda.CUDAGraph()

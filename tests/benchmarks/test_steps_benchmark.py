@@ -181,11 +181,11 @@ def test_results_are_a_table(bench: Any, tmp_path: Path) -> None:
 
 def test_segments_of_a_step_by_pool() -> None:
     harness = importlib.import_module("harness.gpu")
-    snapshot = [{"segment_pool_id": (0, 2), "stream": 7, "total_size": size << 20} for size in (2, 20)] + [
+    snapshot = [{"segment_pool_id": (0, 2), "stream": 7, "total_size": size << 20} for size in (2, 2, 20)] + [
         {"stream": 0, "total_size": 2**21}
     ]
     pools = harness.segments_by_pool(snapshot)
-    assert pools == {"pool (0, 2), stream 7": [20, 2], "pool (0, 0), stream 0": [2]}
+    assert pools == {"pool (0, 2), stream 7": [20, 2, 2], "pool (0, 0), stream 0": [2]}
     memory = harness.DeviceMemory(allocated_bytes=1, requested_bytes=1, reserved_bytes=2**30, segments=pools)
     plan = SimpleNamespace(projected_peak_bytes=1, projected_reserved_bytes=2**29)
-    assert "pool (0, 2), stream 7: 20 2 MiB; pool (0, 0), stream 0: 2 MiB" in harness.memory_problem(memory, plan)
+    assert "pool (0, 2), stream 7: 20 2 x 2 MiB; pool (0, 0), stream 0: 2 MiB" in harness.memory_problem(memory, plan)

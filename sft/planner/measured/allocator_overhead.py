@@ -36,7 +36,7 @@ from sft.lower.program import Program
 from sft.lower.steps import Step
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
-from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
+from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, uses_products
 from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import (
     copied_gradient_sizes,
@@ -49,6 +49,7 @@ from sft.planner.measured.reserved_memory import (
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
+from sft.torch_runtime.device_pool import prepare_cublas
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
@@ -234,6 +235,8 @@ class OverheadEstimator:
     def _measure(self, device: torch.device, program: Program, first: Program | None) -> _Workspaces:
         """Workspaces over all threads that run the program: libraries select per thread."""
         try:
+            if device.type == "cuda" and any(each is not None and uses_products(each) for each in (program, first)):
+                self._prepare_cublas(device)
             trial = ProgramBenchmark(program, first, device, self.weights)
             measurements = [_measure_here(trial)] if first is None else []
             if self.is_training:
@@ -249,6 +252,12 @@ class OverheadEstimator:
             num_bytes={position: max(each.num_bytes.get(position, 0) for each in measurements) for position in positions},
             multiplies=any(each.multiplies for each in measurements),
         )
+
+    def _prepare_cublas(self, device: torch.device) -> None:
+        """Allocate the workspaces of the threads that run programs, before the tensors of a trial leave blocks of other sizes."""
+        prepare_cublas(device)
+        if self.is_training:
+            run_on_autograd_thread(device, lambda: prepare_cublas(device))
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Workspaces of cuBLAS: detection of its use, and their bytes.
 
 PyTorch allocates a workspace for each handle of cuBLAS on each stream when that first multiplies matrices, and keeps it. On a Hopper GPU it
-has 32 MiB. A training step has two, one for each thread; recordings of CUDA graphs, on a stream of their own, have a third. Networks of
-convolutions need none.
+has 32 MiB. It is allocated before the tensors of the first program that multiplies, in a segment of its own. A training step has two, one
+for each thread; recordings of CUDA graphs, on a stream of their own, have a third. Networks of convolutions need none.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from sft.common.torch_internals import TorchDispatchMode, multiplies_in_convolution
+from sft.common.torch_internals import OpOverload, TorchDispatchMode, multiplies_in_convolution
+from sft.lower.program import Program
+from sft.torch_runtime.device_pool import prepare_cublas
 
-__all__ = ["CublasDetector", "blas_workspace_bytes"]
+__all__ = ["CublasDetector", "blas_workspace_bytes", "uses_products"]
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset(
@@ -62,8 +64,10 @@ class CublasDetector(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__.partition(".")[0]
-        is_product = name in _MATMUL_OPS or bool(_LINEAR_ALGEBRA.match(name))
-        self.detected = self.detected or is_product or multiplies_in_convolution(name, args)
+        if not self.detected and (_is_product(name) or multiplies_in_convolution(name, args)):
+            self.detected = True
+            if self.device.type == "cuda":
+                prepare_cublas(self.device)
         return func(*args, **(kwargs or {}))
 
     def note_growth(self) -> None:
@@ -73,6 +77,19 @@ class CublasDetector(TorchDispatchMode):
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+
+def uses_products(program: Program) -> bool:
+    """True if a program calls an operator that cuBLAS computes, by its name."""
+    return any(
+        isinstance(instruction.function, OpOverload) and _is_product(instruction.function.__name__.partition(".")[0])
+        for instruction in program.instructions
+    )
+
+
+def _is_product(name: str) -> bool:
+    """True for the name of an operator that cuBLAS computes, without its overload."""
+    return name in _MATMUL_OPS or bool(_LINEAR_ALGEBRA.match(name))
 
 
 def blas_workspace_bytes(device: torch.device) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ __all__ = [
     "environment_number",
     "install_command",
     "installed_version",
+    "missing_modules",
     "unread_variables",
 ]
 
@@ -48,6 +51,15 @@ def environment_number(name: str, default: int, *, least: int) -> int:
             f"the environment variable {name} is {text!r}: set it to an integer of at least {least}, as torchrun does, or unset it"
         )
     return number
+
+
+def missing_modules(names: Iterable[str]) -> list[str]:
+    """Modules that are not installed, of some names; none is imported.
+
+    >>> missing_modules(["json", "no_such_module"])
+    ['no_such_module']
+    """
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def unread_variables() -> list[str]:

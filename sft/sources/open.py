@@ -42,7 +42,7 @@ from sft.sources.readers.openslide import Slide
 from sft.sources.readers.remote import RemotePath, naming_remote_errors, source_path
 from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
 from sft.sources.resample import at_mpp
-from sft.sources.tiff import NotTiledError, TiffImage, has_colour_table_beside, read_geo_tags
+from sft.sources.tiff import NotTiledError, TiffImage, has_colour_table_beside, read_geo_tags, read_sample_tags
 from sft.sources.views import RasterView, WithMpp
 
 __all__ = ["Reader", "open_image"]
@@ -321,14 +321,23 @@ def _open_tiff(path: Any, request: _Request) -> Raster:
             return Slide(path)
     except SourceError as error:
         is_ours = isinstance(error, NotTiledError) or _MISSING in str(error)
-        if may_fall_back and is_ours and is_colour:
-            return Slide(path)
-        if may_fall_back and isinstance(error, NotTiledError) and has_rasterio() and read_geo_tags(path).is_geo:
-            return _geo_image(path, request)
+        other = _other_reader(path, request, is_colour=is_colour) if may_fall_back and is_ours else None
+        if other is not None:
+            return other
         raise
     if request.policy != "fill":
         image.check_complete()
     return image
+
+
+def _other_reader(path: Any, request: _Request, *, is_colour: bool) -> Raster | None:
+    """Image of OpenSlide or GDAL for a TIFF that is not decoded directly; None where neither returns the samples as they are."""
+    is_geo = read_geo_tags(path).is_geo
+    if is_colour:
+        samples = read_sample_tags(path)
+        if samples.fit_openslide and not (is_geo and samples.extra_samples):
+            return Slide(path)
+    return _geo_image(path, request) if is_geo and has_rasterio() else None
 
 
 def _vendor(path: Path) -> Any:

@@ -107,7 +107,7 @@ def label_map_problems(data: DataConfig, task: TaskConfig) -> list[str]:
     for name, table in tables.items():
         if table is not None:
             problems += _class_problems(f"data.{name}", "value" if name == "mask_values" else "colour", table, task)
-    wrong = [colour for colour in data.mask_colours or {} if not re.fullmatch("#[0-9a-fA-F]{6}", colour)]
+    wrong = [colour for colour in data.mask_colours or {} if not re.fullmatch("#[0-9a-fA-F]{6}", str(colour))]
     if wrong:
         problems.append(f'data.mask_colours {wrong[0]!r}: give red, green and blue in hexadecimal digits, such as "#ff0000"')
     if data.mask_colours is not None and (data.mask_values is not None or data.mask_channel is not None):

@@ -91,7 +91,7 @@ def _described(hint: Any) -> str:
     if origin is dict and get_args(hint)[0] is int:
         return "pairs in braces, such as {0: 0, 255: 1}"
     if origin is dict and get_args(hint)[1] is int:
-        return "whole numbers by name in braces, such as {z: 12}"
+        return 'whole numbers by name in braces, such as {z: 12} or {"#ff0000": 1}'
     return _WORDS.get(origin or hint, ("", ""))[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,9 @@ def test_names_in_a_table_do_not_reach_the_terminal_as_they_are(tmp_path: Path, 
     error = capsys.readouterr().err
     assert "\\x1b[2J\\u202es.tif is missing" in error and "\x1b" not in error and max(map(len, error.splitlines())) < 400
     assert "1 cells under 2 columns; add the cells that are missing" in error
+
+
+def test_a_missing_extra_is_named_in_place_of_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.common.installation.missing_modules", lambda names: [name for name in names if name == "yaml"])
+    with pytest.raises(SystemExit, match=r"error: python -m sft.wsi needs its extra, of which yaml cannot be imported: pip install .*wsi"):
+        runpy.run_module("sft.wsi", run_name="__main__")

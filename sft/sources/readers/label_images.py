@@ -29,11 +29,11 @@ from sft.sources.file_image import DecodedFile
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Rectangle, Size, missing_extra, pixel_dtype
 from sft.sources.labels import ImageLabels
 from sft.sources.readers.composite import ChannelSelection
-from sft.sources.readers.geotiff import GeoImage
+from sft.sources.readers.geotiff import GeoImage, has_rasterio
 from sft.sources.readers.label_alignment import align_labels
 from sft.sources.readers.remote import naming_remote_errors, source_path
 from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
-from sft.sources.tiff import NotTiledError, TiffImage
+from sft.sources.tiff import NotTiledError, TiffImage, read_geo_tags
 from sft.sources.views import RasterView
 
 __all__ = ["ColourTable", "open_label_image", "open_labels"]
@@ -156,6 +156,10 @@ def _open(path: Any, series: int | None, at: Mapping[str, int] | None, host_budg
             _ = image.facts
         except NotTiledError:
             return PictureLabels(path, host_budget_bytes=host_budget_bytes)
+        except SourceError as error:
+            if isinstance(error.__cause__, ImportError) and has_rasterio() and read_geo_tags(path).is_geo:
+                return GeoImage(path, palette=True, mask="ignore")
+            raise
         image.check_complete()
         return image
     if head.startswith(b"<VRTDataset"):

@@ -32,7 +32,7 @@ from sft.common.untrusted.foreign_files import file_format, format_remedy
 from sft.sources.georeference import Georeference
 from sft.sources.image import LevelledImage, Pixels, StatedResolution, read_strips
 from sft.sources.readers.geotiff import read_georeference
-from sft.sources.tiff.metadata import read_geo_tags
+from sft.sources.tiff.metadata import read_geo_tags, read_sample_tags
 
 __all__ = ["Slide"]
 
@@ -231,6 +231,8 @@ class Slide(LevelledImage):
                     f"cannot use level {self.level} of slide {self.path}: it has levels 0 to {num_levels - 1}. Choose one of them."
                 )
             tags = read_geo_tags(self.path)
+            if handle.properties.get("openslide.vendor") == "generic-tiff":
+                _check_samples(self.path)
             self._facts = _SlideFacts(
                 level_dimensions=tuple(handle.level_dimensions),
                 level_downsamples=tuple(handle.level_downsamples),
@@ -240,6 +242,21 @@ class Slide(LevelledImage):
                 nodata=tags.nodata,
             )
         return self._facts
+
+
+def _check_samples(path: Path) -> None:
+    """Refuse a TIFF of which OpenSlide would round or drop samples.
+
+    Raises:
+        SourceError: it is one.
+    """
+    samples = read_sample_tags(path)
+    if not samples.fit_openslide:
+        bits, num_samples = max(samples.bits), len(samples.bits)
+        raise SourceError(
+            f"cannot read {path} through OpenSlide: it has {num_samples} samples of {bits} bits a pixel, and OpenSlide returns RGB of 8 "
+            f"bits. Leave reader out, and install what reads it: {install_command('fast')}"
+        )
 
 
 def _open_handle(path: Path) -> _OpenSlideHandle:

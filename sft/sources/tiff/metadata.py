@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,11 +26,23 @@ from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.image import StatedResolution, dtype_range, valid_mpp
 from sft.sources.readers.remote import remote_path
 
-__all__ = ["PLACE_TAGS", "GeoTags", "has_colour_table_beside", "read_channel_names", "read_geo_tags", "read_resolution"]
+__all__ = [
+    "PLACE_TAGS",
+    "GeoTags",
+    "SampleTags",
+    "has_colour_table_beside",
+    "read_channel_names",
+    "read_geo_tags",
+    "read_resolution",
+    "read_sample_tags",
+]
 
 _GDAL_METADATA, _NODATA = 42112, 42113
 #: Tags of a place on a map: GeoKeys, size of a pixel, transformation.
 PLACE_TAGS = (34735, 33550, 34264)
+_SAMPLE_BITS, _EXTRA_SAMPLES = 258, 338
+#: Bytes of a number by its type: text, byte, short, long, and the long of BigTIFF.
+_TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 16: 8}
 #: Byte orders by the first two bytes of a file.
 _ORDERS = {b"II": "<", b"MM": ">"}
 #: Bytes of a text that is believed to be a number.
@@ -69,6 +82,24 @@ class GeoTags:
         return math.floor(clamped + 0.5)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTags:
+    """Samples of a pixel, from the tags of the first image of a TIFF.
+
+    Attributes:
+        bits: of each sample.
+        extra_samples: meaning of each sample after those of the colours: 0 unspecified, 1 and 2 alpha.
+    """
+
+    bits: tuple[int, ...] = (8, 8, 8)
+    extra_samples: tuple[int, ...] = ()
+
+    @property
+    def fit_openslide(self) -> bool:
+        """True if OpenSlide, which returns RGB of 8 bits, neither rounds nor drops samples."""
+        return all(bits == 8 for bits in self.bits) and 0 not in self.extra_samples
+
+
 def read_geo_tags(path: Path) -> GeoTags:
     """The georeferencing tags of a file; those of no GeoTIFF for other and for damaged files, which their reader reports."""
     try:
@@ -92,10 +123,29 @@ def has_colour_table_beside(path: Path) -> bool:
     return root.tag == "PAMDataset" and next(root.iter("ColorTable"), None) is not None
 
 
+def read_sample_tags(path: Path) -> SampleTags:
+    """The sample tags of a file; those of RGB for other and for damaged files, which their reader reports."""
+    try:
+        with path.open("rb") as file:
+            tags = _read_directory(file, (_SAMPLE_BITS, _EXTRA_SAMPLES))
+    except (OSError, struct.error, ValueError):
+        return SampleTags()
+    numbers = {tag: struct.unpack(f"{order}{count}H", value) for tag, (order, count, value) in tags.items() if len(value) == 2 * count}
+    return SampleTags(bits=numbers.get(_SAMPLE_BITS, (8,)), extra_samples=numbers.get(_EXTRA_SAMPLES, ()))
+
+
 def _read_tags(file: BinaryIO) -> GeoTags:
+    tags = _read_directory(file, (*PLACE_TAGS, _NODATA))
+    _, _, text = tags.get(_NODATA, ("", 0, b""))
+    nodata = _nodata(text) if text else None
+    return GeoTags(is_geo=nodata is not None or any(tag in tags for tag in PLACE_TAGS), nodata=nodata)
+
+
+def _read_directory(file: BinaryIO, wanted: Collection[int]) -> dict[int, tuple[str, int, bytes]]:
+    """Byte order, count and value of some tags of the first image; the value is empty where it is longer than a number or a short text."""
     order = _ORDERS.get(file.read(2))
     if order is None:
-        return GeoTags()
+        return {}
     (version,) = struct.unpack(f"{order}H", file.read(2))
     if version == 43:  # BigTIFF: 8 bytes for each offset and count
         file.seek(8)
@@ -103,22 +153,23 @@ def _read_tags(file: BinaryIO) -> GeoTags:
     elif version == 42:
         count_form, entry_form, offset_form = "H", "HHI4s", "I"
     else:
-        return GeoTags()
+        return {}
     (directory,) = _unpack(file, order + offset_form)
     file.seek(directory)
     (num_tags,) = _unpack(file, order + count_form)
-    is_geo, nodata = False, None
+    tags: dict[int, tuple[str, int, bytes]] = {}
     for _ in range(min(num_tags, _MAX_TAGS)):
-        tag, _, count, value = _unpack(file, order + entry_form)
-        is_geo |= tag in PLACE_TAGS
-        if tag == _NODATA and 0 < count <= _MAX_TEXT_BYTES:
+        tag, kind, count, value = _unpack(file, order + entry_form)
+        if tag not in wanted:
+            continue
+        num_bytes = count * _TYPE_BYTES.get(kind, _MAX_TEXT_BYTES + 1)
+        if len(value) < num_bytes <= _MAX_TEXT_BYTES:
             place = file.tell()
-            if count > len(value):
-                file.seek(struct.unpack(order + offset_form, value)[0])
-                value = file.read(count)
-                file.seek(place)
-            nodata = _nodata(value[:count])
-    return GeoTags(is_geo=is_geo or nodata is not None, nodata=nodata)
+            file.seek(struct.unpack(order + offset_form, value)[0])
+            value = file.read(num_bytes)
+            file.seek(place)
+        tags[tag] = order, count, value[:num_bytes] if num_bytes <= _MAX_TEXT_BYTES else b""
+    return tags
 
 
 def _unpack(file: BinaryIO, form: str) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft import InputError, SourceError
-from sft.sources import Cropped, Normalized, open_image
+from sft.sources import Cropped, Normalized, open_image, open_labels
 from sft.sources.views import RasterView
 from tests.sources.test_pixel_types import numbers
 
@@ -147,6 +147,28 @@ def test_world_files_are_the_place_of_a_picture(name: str, world: str, tmp_path:
     (tmp_path / world).write_text("10\n0\n0\n-10\n600005\n5199995\n")
     image: Any = open_image(tmp_path / name)
     assert image.georeference is not None and image.georeference.transform == SENTINEL["transform"][:6]
+
+
+def test_the_extra_geo_alone_reads_geotiffs_and_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, labels = numbers((40, 50, 4), "uint16"), numbers((40, 50, 1), "uint8")
+    path, labels_path = write(tmp_path / "a.tif", scene), write(tmp_path / "b.tif", labels)
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    image: Any = open_image(path)
+    assert repr(image).startswith("GeoImage") and np.array_equal(image.read(0, 0, 50, 40), scene)
+    read = open_labels(labels_path, like=image).image.read(0, 0, 50, 40)
+    assert np.array_equal(read, labels)
+    monkeypatch.setitem(sys.modules, "rasterio", None)
+    for call in (open_image, open_labels):  # OpenSlide, if it is there, would return RGB of 8 bits
+        with pytest.raises(SourceError, match="tifffile"):
+            call(path if call is open_image else labels_path)
+
+
+@pytest.mark.parametrize(("dtype", "bands"), [("uint16", 1), ("uint16", 4), ("uint8", 5), ("uint8", 2)])
+def test_openslide_gets_no_samples_that_it_would_round_or_drop(dtype: str, bands: int, tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    path = write(tmp_path / "a.tif", numbers((40, 50, bands), dtype))
+    with pytest.raises(SourceError, match=rf"it has {bands} samples of \d+ bits a pixel, and OpenSlide returns RGB of 8 bits"):
+        open_image(path, reader="openslide")
 
 
 @pytest.mark.parametrize(("nodata", "background"), [(-9999, 0), (70_000, 65_535), (float("nan"), 0), (12.4, 12)])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import sft
 from sft.planner.options import STRATEGIES, WEIGHT_MODES
@@ -45,9 +47,23 @@ class UsageError(Exception):
 class _Parser(argparse.ArgumentParser):
     """Parser with errors of one line, as all errors of the commands."""
 
+    def parse_known_args(  # type: ignore[override]  # overloads of the base class differ in the type of the namespace alone
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse arguments; a misspelt option is an error with the option that it resembles, also where it leaves a required one out."""
+        own = args or () if self._subparsers is None else takewhile(lambda argument: argument.startswith("-"), args or ())
+        for name in (argument.partition("=")[0] for argument in own if argument.startswith("--") and len(argument) > 2):
+            known = list(self._option_string_actions)
+            is_known = any(option.startswith(name) for option in known)
+            close = [] if is_known else get_close_matches(name, known, n=1, cutoff=0.75)
+            if close:
+                self.error(f"unrecognized option {name}; did you mean {close[0]}?")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         example = f". {self.epilog}" if self.epilog and message.startswith("the following arguments are required") else ""
-        raise UsageError(f"{message}{example}; {self.prog} --help lists all options")
+        end = "" if message.endswith("?") else ";"
+        raise UsageError(f"{message}{example}{end} {self.prog} --help lists all options")
 
 
 def parse_command_line(arguments: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sft
 from sft.cli import plans
 from sft.cli.main import escape_unencodable_output, main, output_problem
-from sft.cli.parser import build_parser
+from sft.cli.parser import UsageError, build_parser, parse_command_line
 from sft.cli.plans import load_model
 from sft.common.errors import SourceError
 from sft.common.installation import unread_variables
@@ -419,3 +419,17 @@ def test_output_of_any_encoding_takes_all_letters(monkeypatch: pytest.MonkeyPatc
     escape_unencodable_output()
     print("Gewebe ä", flush=True)
     assert raw.getvalue() == b"Gewebe \\xe4\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "close"),
+    [
+        (["plan", "m:f", "--inptu", "1x3x8x8"], "unrecognized option --inptu; did you mean --input?"),
+        (["plan", "m:f", "--input", "1x3x8x8", "--buget=1GiB"], "unrecognized option --buget; did you mean --budget?"),
+        (["--debg", "doctor"], "unrecognized option --debg; did you mean --debug?"),
+        (["doctor", "--zzz"], "unrecognized arguments: --zzz;"),
+    ],
+)
+def test_a_misspelt_option_is_an_error_with_the_one_that_it_resembles(arguments: list[str], close: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(close)):
+        parse_command_line(arguments)

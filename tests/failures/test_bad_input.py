@@ -97,6 +97,11 @@ def test_shapes_that_nobody_has(shape: Any, refusal: str) -> None:
         sft.plan(nn.Conv2d(3, 4, 3), shape)
 
 
+def test_an_array_of_a_signal_is_told_from_an_image() -> None:
+    with pytest.raises(sft.InputError, match=r"in this order: 1x1x100 \(arrays are read as images; give a signal .* torch.from_numpy"):
+        sft.compile(nn.Conv1d(1, 2, 3), np.zeros((1, 1, 100), np.float32))
+
+
 @pytest.mark.parametrize(
     ("model", "refusal"),
     [

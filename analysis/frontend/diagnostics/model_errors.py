@@ -138,7 +138,9 @@ def _layout_hint(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> str:
     batch, extents = (shape[0], shape[1:-1]) if is_channels_last else (1, shape[:-1] if lacks_batch else shape[-num_axes:])
     if len(extents) < num_axes:
         return ""
-    return f"; write batch, channels and extents in this order: {'x'.join(map(str, (batch, first.in_channels, *extents)))}"
+    order = f"; write batch, channels and extents in this order: {'x'.join(map(str, (batch, first.in_channels, *extents)))}"
+    is_image = num_axes != 2 and len(shape) == 4  # an array becomes one
+    return order + (" (arrays are read as images; give a signal or volume as a tensor: torch.from_numpy(array))" if is_image else "")
 
 
 def _integer_hint(reason: str) -> str:

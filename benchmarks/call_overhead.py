@@ -43,6 +43,10 @@ class _IdleRecorder:
         work()
         return lambda: None
 
+    def allocate_inputs(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Make the inputs."""
+        return make()
+
     def close(self) -> None:
         """Free nothing."""
 

@@ -22,7 +22,7 @@ import sft
 from sft.api.plan_search import PlanSearch
 from sft.planner.measured.allocation_trace import record_step
 from sft.planner.measured.fitted_plan import FittedPlan
-from sft.planner.measured.reserved_memory import largest_copies, recording_sizes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import recorded_tensors, resident_sizes, simulate_reserved_memory
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 
@@ -121,7 +121,7 @@ def measure(case: Case) -> Result:
     plan, fitted = fitted_plan(model, shape, case.budget)
     plain = sft.plan(model, shape, budget="4000GiB", device="cuda", options=sft.Options(strategy="none"))
     trace = record_step(fitted.problem, fitted.projected.region)
-    recorded = [*recording_sizes(fitted.problem), *largest_copies(fitted.problem)] if plan.replays_passes else []
+    recorded = recorded_tensors(fitted.problem).sizes if plan.replays_passes else ()
     without_pool = simulate_reserved_memory(trace, AllocatorSettings(), resident=[*resident_sizes(fitted.problem), *recorded])
     return Result(
         case=case,

@@ -161,7 +161,9 @@ def _has_pool(device: torch.device) -> bool:
 def _pool_layout(fitted: FittedPlan) -> PoolLayout | None:
     """Layout of the memory pool of a plan; ``None`` if it has no segments."""
     projection = fitted.projected.projection
-    return None if projection.segments is None else PoolLayout(projection.segments, projection.multiplies)
+    if projection.segments is None:
+        return None
+    return PoolLayout(projection.segments, projection.multiplies, projection.input_segment_bytes)
 
 
 def _staging_pool(num_bytes: int, device: torch.device) -> HostSlabPool | None:

@@ -185,6 +185,7 @@ class Projection:
         staging_bytes: page-locked bytes on the host through which copies between the devices pass; not included in ``host_bytes``.
         records_passes: true if the overhead has room for recording both passes as CUDA graphs (``sft.torch_runtime.pass_graphs``).
         multiplies: false if no program uses cuBLAS, so that the overhead has no workspaces of it.
+        input_segment_bytes: segment for the largest input of recorded passes, with room for copies of gradients; 0 for none.
     """
 
     peak_bytes: int
@@ -198,6 +199,7 @@ class Projection:
     staging_bytes: int = 0
     records_passes: bool = False
     multiplies: bool = True
+    input_segment_bytes: int = 0
 
     def fits(self, resources: Resources, room_bytes: int) -> bool:
         """True if the peak fits into a room of the device, and the bytes on the host into the host's budget."""

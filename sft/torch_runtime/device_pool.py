@@ -36,10 +36,13 @@ class PoolLayout:
     Attributes:
         segments: bytes of the segments.
         multiplies: false if no program of the plan uses cuBLAS.
+        input_segment_bytes: segment outside of the pool for the largest input of a recording, with room for a group of gradients; 0 if
+            the allocator chooses it.
     """
 
     segments: tuple[int, ...] = ()
     multiplies: bool = True
+    input_segment_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -71,6 +71,9 @@ class PassRecorder(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record the work without running it, and return a function that runs it on the same memory."""
 
+    def allocate_inputs(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Make the inputs of a recording, the largest first, outside of the recordings' memory."""
+
     def close(self) -> None:
         """Free the memory of all recordings, once they are dropped."""
 
@@ -105,6 +108,16 @@ class CudaPassRecorder:
             with torch.cuda.graph(graph, pool=self._pool.id, stream=stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay
+
+    def allocate_inputs(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        if not self.layout.input_segment_bytes:
+            return make()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+            torch.empty(self.layout.input_segment_bytes, dtype=torch.uint8, device=self.device)
+            inputs = make()
+            torch.cuda.empty_cache()  # the segment, if another one had room for the input
+        return inputs
 
     def close(self) -> None:
         self._pool = None
@@ -330,8 +343,10 @@ class PassGraphs:
             return None
         tapes: list[Tape] = []
         offloader = make_offloader()
+        # The largest one first, as in the simulation of their memory.
+        entering = sorted(((name, leaf) for name, leaf in leaves.items() if name not in self.fixed), key=lambda item: -item[1].nbytes)
         with _recording_mode():
-            inputs = {name: torch.empty_like(leaf) for name, leaf in leaves.items() if name not in self.fixed}
+            inputs = self.recorder.allocate_inputs(lambda: {name: torch.empty_like(leaf) for name, leaf in entering})
 
         def work() -> dict[str, Tensor]:
             outputs, tape = run({**leaves, **inputs}, offloader)

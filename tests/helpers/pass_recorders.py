@@ -73,12 +73,14 @@ class LogRecorder:
         fails_at: number of the recording that fails.
         num_closed: number of times that its memory was freed.
         is_recorded: true while the caller records.
+        input_sizes: bytes of the inputs, in the order in which they were made.
     """
 
     num_records: int = 0
     fails_at: int | None = None
     num_closed: int = 0
     is_recorded: bool = False
+    input_sizes: list[int] = field(default_factory=list)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_records += 1
@@ -91,6 +93,11 @@ class LogRecorder:
             raise RuntimeError("operation not permitted when stream is capturing")
         replay: Callable[[], None] = log.replay
         return replay
+
+    def allocate_inputs(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        inputs = make()
+        self.input_sizes = [each.nbytes for each in inputs.values()]
+        return inputs
 
     def close(self) -> None:
         self.num_closed += 1

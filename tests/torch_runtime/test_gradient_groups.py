@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 import sft
 from sft.common.torch_internals import copy_tensors
+from sft.torch_runtime.device_pool import PoolLayout
 from sft.torch_runtime.gradient_groups import GradientGroups, group_gradients
+from sft.torch_runtime.pass_graphs import CudaPassRecorder
 from tests.helpers.models import Residual, seeded
 from tests.torch_runtime.test_pass_graphs import _assert_close, _input, _pair, _recorded, _step
 
@@ -131,3 +134,41 @@ def test_groups_of_frozen_parameters_and_of_inputs() -> None:
         grads = _step(net, _input(seed))
     assert frozen.grad is None and len(grads) == 1 + 1 + sum(p.requires_grad for p in net.parameters()) + len([*net.buffers()])
     assert not GradientGroups(()).names
+
+
+def test_inputs_of_a_recording_are_made_in_a_segment_with_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **_: calls.append(f"allocate {num_bytes}"))
+
+    def make() -> dict[str, Tensor]:
+        calls.append("inputs")
+        return {}
+
+    for num_bytes, expected in ((0, ["inputs"]), (29, ["empty cache", "allocate 29", "inputs", "empty cache"])):
+        calls.clear()
+        CudaPassRecorder(torch.device("cuda"), PoolLayout(input_segment_bytes=num_bytes)).allocate_inputs(make)
+        assert calls == expected
+
+
+class _TwoInputs(nn.Module):
+    """Network with a mask and a larger image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, mask: Tensor, image: Tensor) -> Tensor:
+        return self.first(mask) + self.last(image)  # type: ignore[no-any-return]
+
+
+def test_the_largest_input_of_a_recording_is_made_first() -> None:
+    """As in the simulation of their memory."""
+    shapes = ((1, 1, 48, 40), (1, 3, 48, 40))
+    net: Any = sft.compile(seeded(_TwoInputs), shapes, options=sft.Options(tile=(8, None)))
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    _, recorder = _recorded(net, inputs)
+    for _ in range(3):
+        net(*inputs).sum().backward()
+    assert recorder.num_records == 2 and recorder.input_sizes == [8 * 3 * 48 * 40, 8 * 48 * 40]

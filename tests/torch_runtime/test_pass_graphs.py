@@ -26,11 +26,11 @@ _SHAPE = (2, 3, 48, 40)
 
 
 def _recorded(
-    net: Any, x: Tensor, *, grad: bool = True, fails_at: int | None = None, recorder: LogRecorder | None = None
+    net: Any, x: Any, *, grad: bool = True, fails_at: int | None = None, recorder: LogRecorder | None = None
 ) -> tuple[PassGraphs, LogRecorder]:
     """Record the passes of a compiled module's plan, as the engine does on a GPU."""
     with torch.set_grad_enabled(grad):
-        net.plan_for(x)
+        net.plan_for(*(x if isinstance(x, list) else [x]))
     engine, recorder = net._sft_engine, recorder or LogRecorder(fails_at=fails_at)
     key = next(reversed(engine.plan_cache.prepared))
     ready = engine.plan_cache.prepared[key]

@@ -38,15 +38,9 @@ from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
 from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, uses_products
 from sft.planner.measured.event_sequence import AllocationTrace
-from sft.planner.measured.reserved_memory import (
-    copied_gradient_sizes,
-    largest_copies,
-    recording_sizes,
-    reserved_bytes,
-    resident_sizes,
-    simulate_reserved_memory,
-)
+from sft.planner.measured.reserved_memory import recorded_tensors, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
+from sft.planner.measured.step_replay import RecordedTensors
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 from sft.torch_runtime.device_pool import prepare_cublas
@@ -109,7 +103,7 @@ class OverheadEstimator:
 
     def least_bytes(self, problem: PlanningProblem) -> int:
         """Bytes that every plan takes in addition to its projection."""
-        return sum((*recording_sizes(problem), *largest_copies(problem))) if self.cuda_graphs == "passes" else 0
+        return sum(recorded_tensors(problem).sizes) if self.cuda_graphs == "passes" else 0
 
     def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
         """The plan with its overhead: bytes of a step and of everything resident that exceed the bytes of their tensors.
@@ -123,9 +117,6 @@ class OverheadEstimator:
         records_passes = self.cuda_graphs == "passes" and can_record_passes(
             projected.region, copies_to_files=problem.resources.host_is_files
         )
-        if records_passes:
-            resident += recording_sizes(problem)
-        copied = copied_gradient_sizes(problem) if records_passes else ()
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
         traces = [trace]
@@ -136,16 +127,24 @@ class OverheadEstimator:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
-        total_bytes = max(
-            reserved_bytes(each, self.allocator, segments=segments, resident=resident, copied=copied)
-            for each in (*traces, *self._resumed_traces(problem, projected, trace.sequence.num_events))
-        )
+        traces += self._resumed_traces(problem, projected, trace.sequence.num_events)
+
+        def most_bytes(recorded: RecordedTensors | None) -> int:
+            return max(reserved_bytes(each, self.allocator, segments=segments, resident=resident, recorded=recorded) for each in traces)
+
+        recorded = min(recorded_tensors(problem).variants(), key=most_bytes) if records_passes else None
+        total_bytes = most_bytes(recorded)
         if self.cuda_graphs is not None and self.device is not None:
             total_bytes += _GENERATOR_BYTES
         projection = projected.projection
         overhead_bytes = max(0, total_bytes - problem.resources.resident_bytes - projection.peak_bytes)
         projection = replace(
-            projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes, multiplies=self._multiplies
+            projection,
+            overhead_bytes=overhead_bytes,
+            segments=segments,
+            records_passes=records_passes,
+            multiplies=self._multiplies,
+            input_segment_bytes=0 if recorded is None else recorded.input_segment_bytes,
         )
         return replace(projected, projection=projection)
 

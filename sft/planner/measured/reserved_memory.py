@@ -15,16 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sft.planner.measured.event_sequence import AllocationTrace
-from sft.planner.measured.step_replay import NUM_STEPS, StepReplay
+from sft.planner.measured.step_replay import NUM_STEPS, RecordedTensors, StepReplay
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from sft.torch_runtime.gradient_groups import group_gradients
 
 __all__ = [
     "ReservedMemory",
-    "copied_gradient_sizes",
-    "largest_copies",
-    "recording_sizes",
+    "recorded_tensors",
     "reserved_bytes",
     "resident_sizes",
     "simulate_reserved_memory",
@@ -94,7 +92,7 @@ def reserved_bytes(
     *,
     segments: tuple[int, ...] | None,
     resident: Sequence[int],
-    copied: Sequence[Sequence[int]] = (),
+    recorded: RecordedTensors | None = None,
 ) -> int:
     """The reserved bytes of :func:`simulate_reserved_memory` without a limit, in less time.
 
@@ -103,12 +101,12 @@ def reserved_bytes(
         settings: as there.
         segments: as there.
         resident: as there.
-        copied: bytes of the gradients that are copied out of the pool at the end of the step, by group.
+        recorded: tensors of recorded passes, which have a pool; ``None`` for passes that are not recorded.
     """
     replay = StepReplay.of(trace, settings)
     if segments is None:
-        return replay.bytes_without_pool(resident)
-    return replay.outside_bytes(resident, copied) + replay.pool_bytes(segments)[0]
+        return replay.bytes_without_pool([*resident, *(() if recorded is None else recorded.sizes)])
+    return replay.outside_bytes(resident, recorded) + replay.pool_bytes(segments)[0]
 
 
 def _replay(trace: AllocationTrace, pool: CachingAllocator, outside: CachingAllocator) -> None:
@@ -142,26 +140,16 @@ def resident_sizes(problem: PlanningProblem) -> list[int]:
     return [*sizes, left_bytes] if left_bytes > 0 else sizes
 
 
-def recording_sizes(problem: PlanningProblem) -> list[int]:
-    """Bytes of the tensors that exist in addition if both passes are recorded as CUDA graphs: copies of what enters and leaves them, except
-    for gradients of parameters (:func:`copied_gradient_sizes`).
-    """
+def recorded_tensors(problem: PlanningProblem) -> RecordedTensors:
+    """The tensors that exist in addition if both passes are recorded as CUDA graphs."""
     sized = problem.sized
-    names = [*sized.graph.inputs, *sized.graph.seeds, *sized.graph.results]
+    results = [*sized.graph.seeds, *sized.graph.results]
+    copied: tuple[tuple[int, ...], ...] = ()
     if sized.training:
         leaves = [node.name for node in sized.graph.nodes if node.kind == "input"]
-        names += [name for name in (*sized.graph.results, *leaves) if name in sized.requires_grad]
-    return [sized.value_bytes(name) for name in names]
-
-
-def copied_gradient_sizes(problem: PlanningProblem) -> tuple[tuple[int, ...], ...]:
-    """Bytes of the parameters' gradients that are copied out of recorded passes, by group: one group after another."""
-    sized = problem.sized
-    trained = [node.name for node in sized.graph.nodes if node.kind == "parameter" and node.name in sized.requires_grad]
-    groups = group_gradients({name: sized.value_bytes(name) for name in trained}) if sized.training else ()
-    return tuple(tuple(map(sized.value_bytes, group)) for group in reversed(groups))
-
-
-def largest_copies(problem: PlanningProblem) -> tuple[int, ...]:
-    """Bytes of the group of copied gradients with the most bytes; empty if there are none."""
-    return max(copied_gradient_sizes(problem), key=sum, default=())
+        results += [name for name in (*sized.graph.results, *leaves) if name in sized.requires_grad]
+        trained = [node.name for node in sized.graph.nodes if node.kind == "parameter" and node.name in sized.requires_grad]
+        groups = group_gradients({name: sized.value_bytes(name) for name in trained})
+        copied = tuple(tuple(map(sized.value_bytes, group)) for group in reversed(groups))
+    inputs = sorted(map(sized.value_bytes, sized.graph.inputs), reverse=True)
+    return RecordedTensors(inputs=tuple(inputs), others=tuple(map(sized.value_bytes, results)), copied=copied)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, TypeVar
 
@@ -21,7 +21,7 @@ from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
 from sft.planner.measured.pool_requests import PoolRequests, RequestSequence, SequenceReplay
 from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, SMALL_BYTES, AllocatorSettings, BlockPool
 
-__all__ = ["NUM_STEPS", "StepReplay"]
+__all__ = ["NUM_STEPS", "RecordedTensors", "StepReplay"]
 
 #: The second step starts with the segments of the first one, as all later steps do.
 NUM_STEPS: Final = 2
@@ -32,6 +32,38 @@ _RECENT: dict[Hashable, dict[Hashable, Any]] = {}
 _MOST_RECENT: Final = 64
 
 _ResultT = TypeVar("_ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTensors:
+    """Bytes of copies of all that enters passes which are recorded as CUDA graphs and leaves them, outside of the memory pool.
+
+    Attributes:
+        inputs: bytes of the inputs, in descending order.
+        others: bytes of seeds, outputs, their gradients, and gradients of inputs.
+        copied: bytes of the gradients of parameters by group. One group after another is copied at the end of a step.
+        input_segment_bytes: segment that is requested for the first input, with room for the copies of a group; 0 for none.
+    """
+
+    inputs: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+    copied: tuple[tuple[int, ...], ...] = ()
+    input_segment_bytes: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors that exist at the end of a step: all but the copies, and those of the largest group."""
+        return (*self.inputs, *self.others, *max(self.copied, key=sum, default=()))
+
+    def variants(self) -> tuple[RecordedTensors, ...]:
+        """Without and with a segment for the first input and the copies of a group.
+
+        A copy of a few mebibytes that finds no free block takes a segment of 20 MiB. An input that has a segment of its own can leave room
+        for the copies.
+        """
+        if not self.copied or not self.inputs or self.inputs[0] < MIN_SEGMENT_BYTES:
+            return (self,)
+        return self, replace(self, input_segment_bytes=self.inputs[0] + max(map(sum, self.copied)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,29 +109,29 @@ class StepReplay:
         """Bytes that the small pool reserves."""
         return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
 
-    def outside_bytes(self, resident: Sequence[int], copied: Sequence[Sequence[int]] = ()) -> int:
+    def outside_bytes(self, resident: Sequence[int], recorded: RecordedTensors | None = None) -> int:
         """Bytes that resident tensors and those of the caller reserve, outside of the pool.
 
         Args:
             resident: bytes of each tensor that exists before the step.
-            copied: bytes of the gradients that are copied out of the pool at the end of the step, by group. Either they are added to
-                resident ones, group by group, or they replace these, which were freed before the step.
+            recorded: tensors of recorded passes. Their copies of gradients are either added to resident ones, group by group, or replace
+                these, which were freed before the step.
         """
         numbers = self.trace.caller_numbers
         callers = [item for item in self.trace.sequence.items if item[0] in numbers and isinstance(item[1], int)]
-        variants = [(callers, list(resident))]
-        if copied:
+        variants = [(callers, resident)]
+        if recorded is not None and recorded.copied:
             num_lasting = 1 + max((index for index, (_, value) in enumerate(callers) if value), default=-1)
             lasting, frees = callers[:num_lasting], callers[num_lasting:]
-            groups = _numbered(copied, 1 + max(numbers, default=0))
+            groups = _numbered(recorded.copied, 1 + max(numbers, default=0))
             added = [event for group in groups for event in (*group, *_frees(group))]
             kept = [event for group in groups for event in group]
             variants = [
-                ([*lasting, *added, *frees], list(resident)),
+                ([*lasting, *added, *frees], resident),
                 ([*lasting, *kept, *frees, *_frees(kept)], _without(resident, [num_bytes for _, num_bytes in kept])),
             ]
         sequences = ((EventSequence.of(events), sizes) for events, sizes in variants)
-        return max(self._shared_bytes(PoolRequests.of(sequence, self.settings), sizes, None) for sequence, sizes in sequences)
+        return max(self._shared_bytes(PoolRequests.of(sequence, self.settings), sizes, None, recorded) for sequence, sizes in sequences)
 
     def bytes_without_pool(self, resident: Sequence[int], limit_bytes: int | None = None) -> int:
         """Bytes that resident tensors and the whole step reserve in the default pool; if above the limit, as many as at that moment."""
@@ -163,11 +195,21 @@ class StepReplay:
         large_bytes, share = self._replay_steps(self._pool_requests().large, pool, large_limit_bytes)
         return small_bytes + large_bytes, int(share * self.num_events)
 
-    def _shared_bytes(self, requests: PoolRequests, resident: Iterable[int], limit_bytes: int | None) -> int:
-        """Bytes that resident tensors and requests reserve in one pool."""
+    def _shared_bytes(
+        self, requests: PoolRequests, resident: Iterable[int], limit_bytes: int | None, recorded: RecordedTensors | None = None
+    ) -> int:
+        """Bytes that resident tensors, those of recorded passes and requests reserve in one pool."""
         small, large = self._empty_pool(small=True), self._empty_pool()
-        for size in (self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0):
-            (small if size <= SMALL_BYTES else large).allocate(size)
+
+        def allocate(sizes: Iterable[int]) -> None:
+            for size in (self.settings.block_bytes(num_bytes) for num_bytes in sizes if num_bytes > 0):
+                (small if size <= SMALL_BYTES else large).allocate(size)
+
+        allocate(resident)
+        if recorded is not None:
+            if recorded.input_segment_bytes:
+                large.free(large.allocate(self.settings.block_bytes(recorded.input_segment_bytes)))
+            allocate((*recorded.inputs, *recorded.others))
         large_bytes, _ = self._replay_steps(requests.large, large, limit_bytes)
         if limit_bytes is not None and large_bytes > limit_bytes:
             return large_bytes

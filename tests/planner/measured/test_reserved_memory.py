@@ -23,7 +23,7 @@ from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import _RecordingMachine, record_step
 from sft.planner.measured.event_sequence import AllocationTrace, EventSequence
 from sft.planner.measured.fitted_plan import FittedPlan
-from sft.planner.measured.reserved_memory import copied_gradient_sizes, reserved_bytes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import recorded_tensors, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.projection import run_step
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -189,7 +189,8 @@ def test_gradients_of_trained_parameters_are_resident() -> None:
     problem = _fitted(model, (1, 3, 32, 32), "64MiB").problem
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
     assert sorted(resident_sizes(problem)) == sorted([*sizes, sizes[-1]])
-    assert copied_gradient_sizes(problem) == ((sizes[-1],),)
+    recorded = recorded_tensors(problem)
+    assert recorded.copied == ((sizes[-1],),) and recorded.inputs == (4 * 3 * 32 * 32,)
 
 
 def test_a_plan_for_a_gpu_of_another_machine_fits_by_its_reserved_bytes() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import reserved_bytes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
-from sft.planner.measured.step_replay import StepReplay
+from sft.planner.measured.step_replay import RecordedTensors, StepReplay
 from sft.runtime.caching_allocator import AllocatorSettings, CachingAllocator
 
 _MIB = 2**20
@@ -87,30 +87,26 @@ def test_equal_steps_have_equal_segments(allocator: AllocatorSettings, monkeypat
     assert chosen[0] == chosen[2]
 
 
-def _accumulated(weights: list[int], groups: list[list[int]], image_bytes: int) -> int:
-    """Reserved bytes of two steps that add copies of gradients to existing ones, group by group."""
+def _outside(resident: list[int], recorded: RecordedTensors, image_bytes: int, *, accumulate: bool) -> int:
+    """Reserved bytes of two steps that copy gradients by group: to add them to resident ones, or to keep them until the next step."""
     allocator = CachingAllocator()
-    for num_bytes in [*weights, *(size for group in groups for size in group)]:
+    grads = [size for group in recorded.copied for size in group]
+    for num_bytes in [*resident, *(grads if accumulate else [])]:
+        allocator.allocate(num_bytes)
+    if recorded.input_segment_bytes:
+        allocator.free(allocator.allocate(recorded.input_segment_bytes))
+    for num_bytes in [*recorded.inputs, *recorded.others]:
         allocator.allocate(num_bytes)
     for _ in range(2):
-        image = allocator.allocate(image_bytes)
-        for group in groups:
-            for block in [allocator.allocate(num_bytes) for num_bytes in group]:
-                allocator.free(block)
-        allocator.free(image)
-    return allocator.peak_reserved_bytes
-
-
-def _replaced(weights: list[int], groups: list[list[int]], image_bytes: int) -> int:
-    """Reserved bytes of two steps before which the gradients were freed."""
-    allocator = CachingAllocator()
-    for num_bytes in weights:
-        allocator.allocate(num_bytes)
-    for _ in range(2):
-        image = allocator.allocate(image_bytes)
-        grads = [allocator.allocate(num_bytes) for group in groups for num_bytes in group]
-        allocator.free(image)
-        for block in grads:
+        image, kept = allocator.allocate(image_bytes), []
+        for group in recorded.copied:
+            blocks = [allocator.allocate(num_bytes) for num_bytes in group]
+            if accumulate:
+                for block in blocks:
+                    allocator.free(block)
+            else:
+                kept += blocks
+        for block in [image, *kept]:
             allocator.free(block)
     return allocator.peak_reserved_bytes
 
@@ -119,20 +115,35 @@ def _replaced(weights: list[int], groups: list[list[int]], image_bytes: int) -> 
 @given(
     st.lists(st.integers(1, 12 * _MIB), max_size=6),
     st.lists(st.lists(st.integers(1, 6 * _MIB), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.lists(st.integers(1, 48 * _MIB), max_size=2),
     st.integers(1, 48 * _MIB),
 )
-def test_copied_gradients_are_added_or_kept(weights: list[int], groups: list[list[int]], image_bytes: int) -> None:
+def test_copied_gradients_are_added_or_kept(weights: list[int], groups: list[list[int]], inputs: list[int], image_bytes: int) -> None:
     trace = AllocationTrace.of([(1, image_bytes), (2, 30 * _MIB), (2, 0), (1, 0)], frozenset({1}))
+    recorded = RecordedTensors(inputs=tuple(sorted(inputs, reverse=True)), others=(_MIB + 1,), copied=tuple(map(tuple, groups)))
     resident = [*weights, *(size for group in groups for size in group)]
-    expected = max(each(weights, groups, image_bytes) for each in (_accumulated, _replaced))
-    assert StepReplay.of(trace, AllocatorSettings()).outside_bytes(resident, groups) == expected
+    for variant in recorded.variants():
+        expected = max(_outside(weights, variant, image_bytes, accumulate=accumulate) for accumulate in (True, False))
+        assert StepReplay.of(trace, AllocatorSettings()).outside_bytes(resident, variant) == expected
 
 
 def test_the_copies_of_one_group_are_counted() -> None:
     """Gradients of 24 MiB in groups of 12 are resident, and copies of one group are added to them."""
-    trace = AllocationTrace.of([(1, _MIB), (1, 0)])
-    replay, groups = StepReplay.of(trace, AllocatorSettings()), [[12 * _MIB], [12 * _MIB]]
-    assert replay.outside_bytes([24 * _MIB, 12 * _MIB, 12 * _MIB], groups) == 60 * _MIB
+    replay = StepReplay.of(AllocationTrace.of([(1, _MIB), (1, 0)]), AllocatorSettings())
+    recorded = RecordedTensors(copied=((12 * _MIB,), (12 * _MIB,)))
+    assert replay.outside_bytes([24 * _MIB, 12 * _MIB, 12 * _MIB], recorded) == 60 * _MIB
+
+
+def test_copies_of_gradients_take_the_rest_of_the_segment_of_an_input() -> None:
+    """Otherwise a copy of 5 MiB takes a segment of 20."""
+    replay = StepReplay.of(AllocationTrace.of([(1, _MIB), (1, 0)]), AllocatorSettings())
+    recorded = RecordedTensors(inputs=(24 * _MIB,), copied=((5 * _MIB,), (5 * _MIB,)))
+    apart, together = recorded.variants()
+    assert together.input_segment_bytes == sum(recorded.sizes) == 29 * _MIB
+    resident = [10 * _MIB, 5 * _MIB, 5 * _MIB, 5 * _MIB, 5 * _MIB]
+    assert replay.outside_bytes(resident, apart) == (10 + 20 + 24 + 20) * _MIB
+    assert replay.outside_bytes(resident, together) == (10 + 20 + 30) * _MIB
+    assert len(RecordedTensors(inputs=(5 * _MIB,), copied=((5 * _MIB,),)).variants()) == 1
 
 
 def test_a_step_that_has_a_pool_in_any_case_gets_segments() -> None:

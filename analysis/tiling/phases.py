@@ -60,6 +60,7 @@ class PhasedGraph:
         rows: the operator table's row for each operator.
         prologue: operators on parameters only that later operators read; if not empty, they are the first phase.
         whole_reasons: for each operator that runs untiled although it reads a streamed value, the reason.
+        clones: operators that compute values of other operators again (:mod:`sft.analysis.tiling.rematerialization`).
     """
 
     graph: Graph
@@ -68,6 +69,7 @@ class PhasedGraph:
     rows: dict[str, Operator]
     prologue: tuple[str, ...] = ()
     whole_reasons: Mapping[str, str] = field(default_factory=dict)
+    clones: frozenset[str] = frozenset()
 
     def run(self, names: Sequence[str]) -> OperatorRun:
         """The run of these operators, in the graph's order."""

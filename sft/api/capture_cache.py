@@ -32,6 +32,7 @@ from sft.analysis.passes.fold_norms import has_folded_norms
 from sft.analysis.passes.layout_tracker import PERMUTES, RESHAPES
 from sft.analysis.passes.pipeline import run_passes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.analysis.tiling.rematerialization import rematerialize
 from sft.api.call_arguments import use_structure
 from sft.api.call_signature import CallSignature, CaptureKey, Shape
 from sft.common.errors import InputError, UnsupportedError
@@ -63,6 +64,7 @@ class CapturedModel:
         raw: the capture before all passes.
         depends_on_size: whether it reshapes or changes values of which only the size tells whether they are images.
         folds_norms: whether frozen norms were folded into convolutions where that is possible.
+        is_rematerialized: whether images of the first phase are computed again after its barrier.
     """
 
     capture: Capture
@@ -72,6 +74,7 @@ class CapturedModel:
     raw: Capture
     depends_on_size: bool = False
     folds_norms: bool = True
+    is_rematerialized: bool = False
 
     @classmethod
     def of(cls, capture: Capture, key: CaptureKey, *, folds_norms: bool = True) -> CapturedModel:
@@ -91,6 +94,14 @@ class CapturedModel:
     def unfolded(self) -> CapturedModel | None:
         """The model with every frozen norm as an operator, which takes less memory for weights; ``None`` if no norm is folded."""
         return CapturedModel.of(self.raw, self.key, folds_norms=False) if has_folded_norms(self.capture.graph) else None
+
+    @cached_property
+    def rematerialized(self) -> CapturedModel | None:
+        """The model with images of the first phase computed again after its barrier; ``None`` if no image crosses that barrier."""
+        phases = rematerialize(self.phases)
+        if phases is None:
+            return None
+        return replace(self, capture=replace(self.capture, graph=phases.graph), phases=phases, is_rematerialized=True)
 
     def specialize(self, shapes: Sequence[Shape]) -> SpecializedModel | None:
         """The model with all sizes as numbers; ``None`` if the capture does not hold for inputs of these shapes.
@@ -117,8 +128,10 @@ class CapturedModel:
             return self
         graph = run_passes(specialize_graph(self.raw.graph, symbols), folds_norms=self.folds_norms)
         phases = find_phases(graph)
-        is_better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
-        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if is_better else self
+        if len(phases.whole_reasons) >= len(self.phases.whole_reasons):
+            return self
+        phases = (rematerialize(phases) if self.is_rematerialized else None) or phases
+        return replace(self, capture=replace(self.capture, graph=phases.graph), phases=phases)
 
     def refuse_unbatched(self, shapes: Sequence[Shape]) -> None:
         """Refuse images without a batch dimension, which most layers of PyTorch accept.

@@ -8,9 +8,10 @@ folded into convolutions (:mod:`sft.analysis.passes.fold_norms`), and apart wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -38,6 +39,9 @@ from sft.planner.search.transfer import has_decisions
 __all__ = ["PlanCache"]
 
 ValueT = TypeVar("ValueT")
+
+#: A form of the graph and its planning problem.
+_Form = tuple[SpecializedModel, PlanningProblem]
 
 #: Maximal number of prepared plans; an attribute that changes at every call must not exhaust host memory.
 _MAX_PLANS = 128
@@ -124,13 +128,8 @@ class PlanCache:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
-        with planning_context(self.request(signature)):
-            problems = tuple(problem for _, problem in self._problems(signature))
-            try:
-                yield problems
-            finally:
-                for problem in problems:
-                    problem.memo.clear()
+        with planning_context(self.request(signature)), closing(self._forms(signature)) as forms:
+            yield tuple(problem for _, problem in forms)
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
@@ -161,37 +160,60 @@ class PlanCache:
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         request = self.request(signature)
-        with planning_context(request), stages(f"capture of {type(self.model).__name__}") as show_stage:
-            problems = self._problems(signature)
+        with (
+            planning_context(request),
+            stages(f"capture of {type(self.model).__name__}") as show_stage,
+            closing(self._forms(signature)) as forms,
+        ):
+            first = next(forms)  # the capture
             show_stage(f"search for a plan within {format_bytes(self.settings.budget_bytes)}")
-            try:
-                if self.settings.mesh is not None:
-                    return first_fitting(lambda form: prepare_on_mesh(request, form[1], form[0]), problems)
-                specialized, fitted = self._search_forms(request, problems)
-                return prepare(request, fitted, specialized)
-            finally:
-                for _, problem in problems:
-                    problem.memo.clear()
+            if self.settings.mesh is not None:
+                return first_fitting(lambda form: prepare_on_mesh(request, form[1], form[0]), chain([first], forms))
+            specialized, fitted = self._search_forms(request, chain([first], forms))
+            return prepare(request, fitted, specialized)
 
-    def _problems(self, signature: CallSignature) -> tuple[tuple[SpecializedModel, PlanningProblem], ...]:
-        """The forms of the graph with their problems: frozen norms folded into convolutions, and apart.
+    def _forms(self, signature: CallSignature) -> Generator[_Form]:
+        """The forms of the graph with their problems, each made when it is asked for; a plan given for this call has one of them.
 
-        The second one is for budgets without room for the folded weights. A plan that was given for this call has one of them, and so has
-        a network with a trained norm after a weight that is not trained.
+        Closing the generator drops the results derived from the problems.
         """
-        forms = [self.captures.get_or_capture(signature)]
-        unfolded = forms[0].captured.unfolded
-        if unfolded is not None:
-            forms += [form for form in (unfolded.specialize(signature.shapes),) if form is not None]
-        problems = [(form, build_problem(self.request(signature), form, self._shared)) for form in forms]
-        plan = self.settings.plan
-        if plan is not None and plan.input_shapes == signature.shapes:
-            return tuple([each for each in problems if _is_plan_of(plan, each[0].phases)] or problems[:1])
-        return tuple(problems[1:] if len(problems) > 1 and _adds_weight_gradients(problems[0][1]) else problems)
+        plan, problems = self.settings.plan, list[PlanningProblem]()
+        is_planned = plan is not None and plan.input_shapes == signature.shapes
+        first: _Form | None = None
+        try:
+            for form in self._all_forms(signature):
+                problems.append(form[1])
+                first = first or form
+                if plan is None or not is_planned or _is_plan_of(plan, form[0].phases):
+                    yield form
+                    if is_planned:
+                        return
+            if is_planned and first is not None:
+                yield first
+        finally:
+            for problem in problems:
+                problem.memo.clear()
 
-    def _search_forms(
-        self, request: PlanningRequest, problems: Sequence[tuple[SpecializedModel, PlanningProblem]]
-    ) -> tuple[SpecializedModel, FittedPlan]:
+    def _all_forms(self, signature: CallSignature) -> Iterator[_Form]:
+        """All forms of the graph.
+
+        1. Frozen norms are folded into convolutions, unless a norm is trained and the weight is not.
+        2. Frozen norms are operators, for budgets without room for the folded weights.
+        3. Images of the first phase are computed again (:mod:`sft.analysis.tiling.rematerialization`), for budgets without room for them.
+           Bands of several ranks have the other forms.
+        """
+        request, folded = self.request(signature), self.captures.get_or_capture(signature)
+        unfolded = None if folded.captured.unfolded is None else folded.captured.unfolded.specialize(signature.shapes)
+        forms = [(form, build_problem(request, form, self._shared)) for form in (folded, unfolded) if form is not None]
+        if len(forms) > 1 and _adds_weight_gradients(forms[0][1]):
+            del forms[0]
+        yield from forms
+        rematerialized = forms[0][0].captured.rematerialized if self.settings.mesh is None else None
+        specialized = None if rematerialized is None else rematerialized.specialize(signature.shapes)
+        if specialized is not None:
+            yield specialized, build_problem(request, specialized, self._shared)
+
+    def _search_forms(self, request: PlanningRequest, problems: Iterable[_Form]) -> tuple[SpecializedModel, FittedPlan]:
         """The fastest plan of all forms; of the first one alone if that computes little again."""
         fitting: list[tuple[SpecializedModel, FittedPlan]] = []
         errors: list[BudgetError] = []

@@ -44,9 +44,9 @@ from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.measured.overhead_search import Accepts, OverheadSearch
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
+from sft.planner.plan_builder import plain_flops
 from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
-from sft.planner.projection import plain_programs
 from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
@@ -425,9 +425,8 @@ def first_fitting(fit: Callable[[_Case], _Result], cases: Iterable[_Case]) -> _R
 def computes_little_again(fitted: FittedPlan) -> bool:
     """True if a plan has all on the device, and computes no more than one more forward pass."""
     projection = fitted.projected.projection
-    plain_flops = sum(program.flops for program in plain_programs(fitted.problem))
     is_resident = fitted.problem.resources.weights is None and not projection.host_bytes
-    return is_resident and projection.flops <= _MOST_FLOPS * plain_flops
+    return is_resident and projection.flops <= _MOST_FLOPS * plain_flops(fitted.problem)
 
 
 def _is_untiled(fitted: FittedPlan) -> bool:

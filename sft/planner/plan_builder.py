@@ -23,7 +23,7 @@ from sft.runtime.sample_segment import SampleSegment
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.whole_segment import WholeSegment
 
-__all__ = ["build_plan"]
+__all__ = ["build_plan", "plain_flops"]
 
 
 def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_bytes: int) -> Plan:
@@ -40,7 +40,7 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         resident_bytes=problem.resources.resident_bytes,
         projected_peak_bytes=projected.projection.peak_bytes + projected.projection.overhead_bytes,
         flops=projected.projection.flops,
-        plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
+        plain_flops=plain_flops(problem),
         timeline=project_timeline(problem, projected.choices, projected.projection, rates),
         segments=tuple(_segment_plan(problem, projected, index, budget_bytes) for index in range(len(projected.choices))),
         order=_schedule_text(projected.region),
@@ -180,3 +180,10 @@ def _working_and_flops(
     profiles = SweepProfiles(segment, keep=problem.sized.training, differentiate=differentiate, on_host=problem.resources.on_host)
     forward = sum(profiles[sweep].forward_flops for sweep in segment.sweeps)
     return segment.working_bytes, num_forwards * forward + sum(profiles[sweep].backward_flops for sweep in segment.sweeps)
+
+
+def plain_flops(problem: PlanningProblem) -> int:
+    """FLOPs of the untiled model as plain PyTorch runs it: without blocks that run again, and without clones."""
+    clones = problem.sized.phases.clones
+    instructions = (instruction for program in plain_programs(problem) for instruction in program.instructions)
+    return sum(instruction.flops for instruction in instructions if instruction.owner not in clones) - extra_flops(problem)

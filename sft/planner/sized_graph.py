@@ -254,7 +254,8 @@ def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> Pha
     if not sized:
         return phases
     graph = specialize_graph(phases.graph, symbols)
-    return find_phases(graph) if any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized) else phases
+    is_same = not any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized)
+    return phases if is_same else replace(find_phases(graph), clones=phases.clones)
 
 
 def _specialize_streamed(

@@ -112,7 +112,8 @@ def fitted_plan(model: nn.Module, shape: tuple[int, ...], budget: str) -> tuple[
 
     with patch.object(PlanSearch, "fit", recorded):
         plan = sft.plan(model, shape, budget=budget, device="cuda")
-    return plan, plans[-1]
+    segments = [segment.nodes for segment in plan.segments]  # of the form of the graph that was chosen
+    return plan, next(fitted for fitted in reversed(plans) if [choice.nodes for choice in fitted.projected.choices] == segments)
 
 
 def measure(case: Case) -> Result:

@@ -31,6 +31,8 @@ __all__ = ["UpdateGroup", "copy_buffers", "emit_updates", "find_updates"]
 
 #: Vectors of all channels that exist at a time while running statistics are updated: statistics three times, and intermediate results.
 _NUM_VECTORS = 8
+#: Least number of buffers that are updated together: of more than one norm.
+_LEAST_UPDATES = 3
 _STATISTICS = ("sft.running_mean", "sft.running_var")
 
 
@@ -51,7 +53,7 @@ def find_updates(scope: SegmentInfo, absorbed: Collection[str]) -> tuple[UpdateG
     """Groups of updates in a segment.
 
     An update belongs to a group if it is an output of the segment, no operator of the segment reads it, and its buffer does not depend on
-    the segment.
+    the segment. Groups have three updates at least.
 
     Args:
         scope: the segment.
@@ -64,7 +66,8 @@ def find_updates(scope: SegmentInfo, absorbed: Collection[str]) -> tuple[UpdateG
         if is_last and name not in absorbed and _is_update(scope, node):
             key = (node.target in _STATISTICS, *(scope.dtype_of(operand) for operand in node.operands), scope.dtype_of(name), _amount(node))
             groups.setdefault(key, []).append(node)
-    return tuple(UpdateGroup(operators=tuple(node.name for node in nodes), amount=_amount(nodes[0])) for nodes in groups.values())
+    large = (nodes for nodes in groups.values() if len(nodes) >= _LEAST_UPDATES)
+    return tuple(UpdateGroup(operators=tuple(node.name for node in nodes), amount=_amount(nodes[0])) for nodes in large)
 
 
 def _is_update(scope: SegmentInfo, node: Node) -> bool:

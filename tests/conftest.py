@@ -111,6 +111,13 @@ def _resident_bytes() -> int:
         return 0
 
 
+@pytest.fixture
+def without_clones() -> Iterator[None]:
+    """Plans with the operators of the model alone: images that cross a barrier are not computed again."""
+    with patch("sft.api.capture_cache.rematerialize", lambda phases: None):
+        yield
+
+
 @pytest.fixture(scope="module")
 def without_proposals() -> Iterator[None]:
     """Budget errors without plans of other settings, for tests of the smallest plan: proposals are up to six further searches."""

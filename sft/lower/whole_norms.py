@@ -5,9 +5,10 @@ reads or writes the image once more. If the segment contains all of them, the ca
 memory, and so does its derivative; also for half-precision images with parameters in fp32, and on a GPU with parameters of any type. It is
 emitted in place of the moments, since running statistics may directly follow them, before the affine map.
 
-*Running statistics* of the segment are updated by the same call, as in eager PyTorch: it writes into copies of the buffers, which are
-outputs of the segment. The call returns moments instead if other segments update the statistics (a stage that runs twice updates them once,
-:mod:`sft.planner.stages`), or if their momentum is a cumulative average.
+*Running statistics* that the segment updates are updated by the same call on a GPU, as in eager PyTorch: it writes into copies of the
+buffers, which are outputs of the segment. The call returns moments instead if other segments update the statistics (a stage that runs twice
+updates them once, :mod:`sft.planner.stages`), if their momentum is a cumulative average, and on the CPU, where plans in stages and untiled
+plans compute the same bits.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
 def _match_update(scope: SegmentInfo, moments: str, followers: Sequence[str], positions: Mapping[str, int]) -> StatisticsUpdate | None:
     """The update of running statistics that the call of a norm can make, from the readers of its moments."""
     nodes = {scope.graph[name].target: scope.graph[name] for name in followers if name in positions}
-    if len(nodes) != 2 or len(followers) != 2 or moments in scope.outputs:
+    if scope.backend is None or len(nodes) != 2 or len(followers) != 2 or moments in scope.outputs:
         return None
     mean, variance = nodes["sft.running_mean"], nodes["sft.running_var"]
     momentum, is_cumulative = mean.argument("momentum"), mean.argument("num_batches") is not None
@@ -236,7 +237,6 @@ def _match_update(scope: SegmentInfo, moments: str, followers: Sequence[str], po
     running = [node.argument("running").name for node in (mean, variance)]
     if any(positions.get(name, -1) > positions[moments] for name in running):
         return None  # an earlier call of the norm updates them later
-    dtypes = {scope.dtype_of(name) for name in running}
-    if len(dtypes) > 1 or (scope.backend is None and scope.dtype_of(moments) not in dtypes):
+    if scope.dtype_of(running[0]) != scope.dtype_of(running[1]):
         return None
     return StatisticsUpdate(mean=mean.name, variance=variance.name, momentum=momentum)

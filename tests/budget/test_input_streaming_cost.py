@@ -102,6 +102,7 @@ def test_restored_strips_read_their_rows_again() -> None:
 # --- what it costs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_clones")
 @pytest.mark.parametrize(("rows", "every"), [(1, 1), (2, 3), (8, 2), (8, 50), (64, 1)])
 @pytest.mark.parametrize("wants_gradient", [True, False])
 @pytest.mark.parametrize("make", [ConvNet, SkipFromInput])

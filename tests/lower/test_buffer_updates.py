@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
+from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
 from sft.backends.selector import AlwaysKernel
 from sft.common.torch_internals import copy_tensors
@@ -66,11 +67,14 @@ def test_statistics_of_one_momentum_are_updated_together(
     assert decomposed[update_running_statistics] == num_grouped
     assert decomposed[running_mean] + decomposed[running_var] == num_single
     assert decomposed[update_counters] == (1 if len(norms) >= 3 else 0)
-    whole = _calls(_Norms(*norms, shared=shared), None)
-    assert whole[update_running_statistics] == 0  # the calls of the norms update them
+    on_cpu = _calls(_Norms(*norms, shared=shared), None)
+    assert on_cpu[update_running_statistics] == num_grouped  # in plans in stages, too: they compute the same bits
+    assert on_cpu[running_mean] + on_cpu[running_var] == num_single
+    on_gpu = _calls(_Norms(*norms, shared=shared), KernelBackend(selector=None, fusion_device=FusionDevice(None)))
+    assert on_gpu[update_running_statistics] == 0  # the calls of the norms update them
     num_cumulative = sum(isinstance(norm, nn.BatchNorm2d) and norm.momentum is None for norm in norms)
-    assert whole[running_mean] + whole[running_var] == 2 * num_cumulative
-    assert whole[copy_tensors] == 1
+    assert on_gpu[running_mean] + on_gpu[running_var] == 2 * num_cumulative
+    assert on_gpu[copy_tensors] == 1
 
 
 @pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (8, None)}], ids=["untiled", "strips"])

@@ -343,10 +343,9 @@ def _effective_momentum(momentum: float, num_batches: Tensor | None, num_calls: 
 
 
 def _lerp_to(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
+    """``running + momentum * (value - running)``, by single operations: ``torch.lerp`` rounds the last elements of a vector differently."""
     wide = _widened(running)
-    value = value.to(wide.dtype)
-    updated = torch.lerp(wide, value, momentum) if isinstance(momentum, float) else wide + momentum * (value - wide)
-    return updated.to(running.dtype)
+    return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
 
 
 def _widened(value: Tensor) -> Tensor:

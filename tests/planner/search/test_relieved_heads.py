@@ -88,6 +88,7 @@ def _copies(plan: ProjectedPlan) -> bool:
     return any(op.is_copy for op in plan.region.schedule)
 
 
+@pytest.mark.usefixtures("without_clones")
 @pytest.mark.parametrize("is_wanted", [_recomputes_head, _copies], ids=["recomputed", "copied"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_step_is_exact(name: str, is_wanted: Callable[[ProjectedPlan], bool], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ Rematerialization: Briggs, Cooper and Torczon (1992).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sft.analysis.ir.graph import Node, Ref, map_refs
@@ -28,28 +29,41 @@ _RANDOM = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
 
 def rematerialize(phases: PhasedGraph) -> PhasedGraph | None:
-    """Clone operators of the first phase for readers in later phases; ``None`` if no image crosses the first barrier."""
-    graph, results = phases.graph, frozenset(phases.graph.results)
+    """Clone operators of the first phase for readers in later phases.
+
+    Returns:
+        The phases of the graph with clones; ``None`` if no image crosses the first barrier.
+    """
+    graph = phases.graph
     phase_of = {name: number for number, phase in enumerate(phases.phases) for name in (*phase.streamed, *phase.tail)}
-    first = next((phase.streamed for phase in phases.phases if phase.streamed), ())
-    images = {name for name in first if name in phases.streamed and name not in results and graph[name].target not in _RANDOM}
-    # Later phases in which each image is computed again: those of its readers, and those of the clones that read it.
-    numbers: dict[str, set[int]] = {name: set() for name in images}
-    for node in reversed(graph.operators):
-        again = {phase_of[node.name]} if node.name not in first else numbers.get(node.name, set[int]())
-        for name in images.intersection(node.operands):
-            numbers[name] |= again - {phase_of[name]}
-    clones = {(name, number): f"{name}_in_phase_{number}" for name in images for number in numbers[name]}
+    needed = _phases_of_clones(phases, phase_of)
+    clones = {(name, number): f"{name}_in_phase_{number}" for name, numbers in needed.items() for number in numbers}
     if not clones:
         return None
 
-    def reading(node: Node, number: int) -> Node:
+    def reading_clones(node: Node, number: int) -> Node:
         """A node that reads the clones of a phase."""
         arguments = tuple((key, map_refs(value, lambda ref: Ref(clones.get((ref, number), ref)))) for key, value in node.arguments)
         return replace(node, arguments=arguments)
 
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes.append(reading(node, phase_of[node.name]) if node.kind == "operator" else node)
-        nodes += (replace(reading(node, number), name=clones[node.name, number]) for number in sorted(numbers.get(node.name, ())))
+        nodes.append(reading_clones(node, phase_of[node.name]) if node.kind == "operator" else node)
+        nodes += (replace(reading_clones(node, number), name=clones[node.name, number]) for number in sorted(needed.get(node.name, ())))
     return replace(find_phases(replace(graph, nodes=tuple(nodes))), clones=frozenset(clones.values()))
+
+
+def _phases_of_clones(phases: PhasedGraph, phase_of: Mapping[str, int]) -> dict[str, set[int]]:
+    """The later phases in which each image of the first phase is computed again: those of its readers, and of clones that read it.
+
+    Results of the model are stored in any case. Random numbers are drawn once.
+    """
+    graph, results = phases.graph, frozenset(phases.graph.results)
+    first = next((phase.streamed for phase in phases.phases if phase.streamed), ())
+    images = {name for name in first if name in phases.streamed and name not in results and graph[name].target not in _RANDOM}
+    needed: dict[str, set[int]] = {name: set() for name in images}
+    for node in reversed(graph.operators):
+        numbers = needed.get(node.name, set[int]()) if node.name in first else {phase_of[node.name]}
+        for name in images.intersection(node.operands):
+            needed[name] |= numbers - {phase_of[name]}
+    return needed

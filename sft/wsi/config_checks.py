@@ -110,6 +110,8 @@ def label_map_problems(data: DataConfig, task: TaskConfig) -> list[str]:
     wrong = [colour for colour in data.mask_colours or {} if not re.fullmatch("#[0-9a-fA-F]{6}", str(colour))]
     if wrong:
         problems.append(f'data.mask_colours {wrong[0]!r}: give red, green and blue in hexadecimal digits, such as "#ff0000"')
+    if data.mask_outside is not None and task.kind != "segmentation":
+        problems.append(f"data.mask_outside {data.mask_outside} with task.kind {task.kind}: label maps are for segmentation")
     if data.mask_colours is not None and (data.mask_values is not None or data.mask_channel is not None):
         other = "mask_values" if data.mask_values is not None else "mask_channel"
         problems.append(f"data.mask_colours and data.{other} are two ways to read a label map; leave one of them out")

@@ -37,6 +37,8 @@ class DataConfig:
         mask_channel: for segmentation: number of the channel that holds the labels, in label maps of several (0 in PANDA).
         mask_colours: for segmentation: index of the class for each colour of RGB label maps, such as {"#000000": 0, "#ff0000": 1}; 255 as
             index: ignored.
+        mask_outside: for segmentation: value of pixels that by map coordinates lie outside of a label map, such as 255; default: they are
+            an error.
         background: colour of painted background, one number a channel, of 0 to 255 in RGB slides; default: that of the slide's file
             (white for scanners, the fill value of a Zarr array).
         channels: names or numbers of the channels that the network reads, in this order, such as [DAPI, CD3] or [3, 2, 1], of images
@@ -71,6 +73,7 @@ class DataConfig:
     background: list[int] | None = None
     mask_channel: int | None = None
     mask_colours: dict[str, int] | None = None
+    mask_outside: int | None = None
     channels: list[int | str] | None = None
     value_range: list[float] | list[list[float]] | None = None
     percentiles: list[float] | None = None

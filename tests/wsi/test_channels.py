@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,25 @@ def test_errors_of_readers_name_settings_of_the_run(tmp_path: Path) -> None:
         _pixels(_config(tmp_path, data=data), tmp_path / "a.tif")
     pixels = _pixels(_config(tmp_path, data={**data, "invalid_pixels": "band"}), tmp_path / "a.tif")
     assert np.array_equal(pixels.mul(255).round().numpy(), bands[[3, 0]])
+
+
+def test_label_maps_lie_where_their_map_coordinates_say(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    profile = {"driver": "GTiff", "height": 32, "width": 32, "count": 1, "crs": "EPSG:32632"}
+    values = np.random.default_rng(0).integers(0, 2, (32, 32)).astype(np.uint8)
+    for name, left, dtype in (("a.tif", 6e5, "uint16"), ("labels.tif", 6e5 + 80, "uint8")):
+        with rasterio.open(tmp_path / name, "w", transform=rasterio.Affine(10, 0, left, 0, -10, 5e6), dtype=dtype, **profile) as file:
+            file.write(values.astype(dtype), 1)
+    record = replace(_record(tmp_path / "a.tif"), mask=tmp_path / "labels.tif")
+    groups: dict[str, Any] = {"task": {"kind": "segmentation", "classes": ["a", "b"]}, "model": {"head": "segmentation"}}
+    with pytest.raises(InputError, match=r"so 8 columns and 0 rows have no label.*data.mask_outside: 255"):
+        SlideDataset(_config(tmp_path, data={"channels": [0]}, **groups)).labels(record)
+    labels = SlideDataset(_config(tmp_path, data={"channels": [0], "mask_outside": 255, "mpp": 20e6}, **groups)).labels(record)
+    out = torch.empty(1, 1, 16, 16, dtype=torch.int64)
+    labels.rows(Interval(0, 16), out)
+    assert (out[0, 0, :, :4] == 255).all() and np.array_equal(out[0, 0, :, 4:].numpy(), values[1::2, 1:24:2])
+    with pytest.raises(InputError, match=r"data.mask_outside 255 with task.kind classification"):
+        _config(tmp_path, data={"mask_outside": 255})
 
 
 def test_pictures_of_channels_are_rgb(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sft.common.errors import InputError
 from sft.sources.georeference import Georeference
-from sft.sources.image import Image, Pixels, Rectangle, Size
+from sft.sources.image import Image, Pixels, Rectangle, Size, dtype_range, pixel_dtype
 from sft.sources.labels import IndexArray, label_cells
 from sft.sources.readers.composite import GRID_TOLERANCE_PX
 from sft.sources.readers.geotiff import same_coordinate_system
@@ -35,11 +35,12 @@ class CellView(OneLevelView):
         image: of one channel.
         rows: row of the image for each row of the view.
         columns: column of the image for each column of the view.
+        outside: value at rows and columns that the image does not have. Default: `None` (there are none)
     """
 
-    def __init__(self, image: Image, rows: IndexArray, columns: IndexArray) -> None:
+    def __init__(self, image: Image, rows: IndexArray, columns: IndexArray, outside: int | None = None) -> None:
         super().__init__(image)
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.outside = rows, columns, outside
 
     def _size_px(self) -> Size:
         return len(self.columns), len(self.rows)
@@ -60,12 +61,27 @@ class CellView(OneLevelView):
     def _read(self, rectangle: Rectangle) -> Pixels:
         of_rows, of_columns = rectangle.slices
         rows, columns = self.rows[of_rows], self.columns[of_columns]
+        if self.outside is not None:
+            return self._read_inside(rows, columns, self.outside)
+        return self._read_cells(rows, columns)
+
+    def _read_inside(self, rows: IndexArray, columns: IndexArray, outside: int) -> Pixels:
+        has_row = (rows >= 0) & (rows < self.image.height_px)
+        has_column = (columns >= 0) & (columns < self.image.width_px)
+        out = np.full((len(rows), len(columns), 1), outside, self.dtype)
+        if has_row.any() and has_column.any():
+            out[np.ix_(has_row, has_column)] = self._read_cells(rows[has_row], columns[has_column])
+        return out
+
+    def _read_cells(self, rows: IndexArray, columns: IndexArray) -> Pixels:
         top, left = int(rows.min()), int(columns.min())
         block = self.image.read(left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
         return np.ascontiguousarray(block[(rows - top)[:, None], columns - left])
 
 
-def align_labels(labels: Image, slide: Image, *, image_size: Size, scale: tuple[float, float], name: str) -> Image:
+def align_labels(
+    labels: Image, slide: Image, *, image_size: Size, scale: tuple[float, float], name: str, outside: int | None = None
+) -> Image:
     """Labels of an image, from a label map of any resolution.
 
     Args:
@@ -74,19 +90,25 @@ def align_labels(labels: Image, slide: Image, *, image_size: Size, scale: tuple[
         image_size: (width, height) of the image, in px.
         scale: px of the largest level for a pixel of the image, (x, y).
         name: of the label map, for messages.
+        outside: value of pixels that by map coordinates lie outside of the label map. Default: `None` (they are an error)
 
     Raises:
         InputError: by map coordinates it does not cover the image, or its axes or coordinate system differ. By sizes its sides have
-            another ratio.
+            another ratio. Or its type does not have the value of pixels outside.
     """
+    low, high = dtype_range(pixel_dtype(labels))
+    if outside is not None and not low <= outside <= high:
+        raise InputError(f"cannot give pixels outside of {name} the value {outside}: its {pixel_dtype(labels)} has {low} to {high}.")
     labels_size = (labels.width_px, labels.height_px)
     place, labels_place = RasterView(slide).georeference, RasterView(labels).georeference
     if place is not None and labels_place is not None:
-        cells = map_cells(labels_size, labels_place, image_size=image_size, image_place=place.scaled(*scale), name=name)
+        cells = map_cells(
+            labels_size, labels_place, image_size=image_size, image_place=place.scaled(*scale), name=name, has_outside=outside is not None
+        )
     else:
         slide_size = (slide.width_px, slide.height_px)
         cells = label_cells(labels_size, slide_size=slide_size, image_size=image_size, scale=scale, name=name)
-    return labels if cells is None else CellView(labels, *cells)
+    return labels if cells is None else CellView(labels, *cells, outside)
 
 
 def check_same_field(labels: Image, slide: Image, name: str) -> None:
@@ -110,7 +132,7 @@ def check_same_field(labels: Image, slide: Image, name: str) -> None:
 
 
 def map_cells(
-    labels_size: Size, labels_place: Georeference, *, image_size: Size, image_place: Georeference, name: str
+    labels_size: Size, labels_place: Georeference, *, image_size: Size, image_place: Georeference, name: str, has_outside: bool = False
 ) -> tuple[IndexArray, IndexArray] | None:
     """Row and column of a label map for each row and column of an image, by map coordinates; None for one label a pixel.
 
@@ -125,6 +147,7 @@ def map_cells(
         image_size: (width, height) of the image, in px.
         image_place: its map coordinates.
         name: of the label map, for messages.
+        has_outside: True if rows and columns outside of the label map are allowed, as long as it overlaps the image. Default: `False`
 
     Raises:
         InputError: the coordinate systems differ, the axes are not parallel, or pixels of the image lie outside of the label map.
@@ -145,13 +168,13 @@ def map_cells(
         for axis, (image_px, num_labels) in enumerate(zip(image_size, labels_size, strict=True))
     ]
     missing = [int(((cells < 0) | (cells >= count)).sum()) for cells, count in zip(axes, labels_size, strict=True)]
-    if any(missing):
+    if any(missing) and not (has_outside and missing[0] < image_size[0] and missing[1] < image_size[1]):
         left, top = (f"{-shift / step[axis] + 0.0:.6g}" for axis, (shift, step) in enumerate(zip(corner, steps, strict=True)))
         width, height = (f"{count / abs(step[axis]):.6g}" for axis, (count, step) in enumerate(zip(labels_size, steps, strict=True)))
         raise InputError(
             f"label map {name} does not cover its image of {image_size[0]} x {image_size[1]} px: by their map coordinates it begins at "
             f"column {left}, row {top} of the image and has {width} x {height} px of it, so {missing[0]} columns and {missing[1]} rows "
-            "have no label. Give the label map of this image; or extend it with a value that is ignored (gdalwarp -te), or crop the image."
+            "have no label. Give the label map of this image, choose a value for them (outside=255), or crop the image."
         )
     columns, rows = axes
     is_same = labels_size == image_size and all((cells == np.arange(len(cells))).all() for cells in axes)

@@ -58,6 +58,7 @@ def open_labels(
     path: str | os.PathLike[str],
     *,
     like: Image | None = None,
+    outside: int | None = None,
     values: Mapping[int, int] | None = None,
     channel: int | None = None,
     colours: ColourTable | None = None,
@@ -71,6 +72,8 @@ def open_labels(
         path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image.
         like: image that the labels belong to. Each pixel has the label under its centre: by map coordinates if both have them, otherwise
             by the quotient of the sizes (`sft.sources.label_cells`). Default: `None` (the size of the label map)
+        outside: value of pixels that by map coordinates lie outside of the label map, such as 255 for a loss that ignores it. Default:
+            `None` (they are an error)
         values: label of each value. Default: `None` (the values are the labels)
         channel: number of the channel that holds the labels, in a map of several: 0 in PANDA. Default: `None`
         colours: label of each colour, in a map of RGB. Default: `None`
@@ -86,7 +89,7 @@ def open_labels(
     """
     labels: Image = open_label_image(path, channel=channel, colours=colours, series=series, at=at, host_budget_bytes=host_budget_bytes)
     if like is not None:
-        labels = align_labels(labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=str(path))
+        labels = align_labels(labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=str(path), outside=outside)
     return ImageLabels(labels, values=values)
 
 
@@ -203,9 +206,8 @@ class PictureLabels(DecodedFile[Pixels]):
                     ) from error
                 format_name = file_format(self.path)
                 kind = format_name or "no format of an image that is known"
-                raise SourceError(
-                    f"cannot read labels from {self.path}: it is {kind}, or it is damaged. Give a label map. {format_remedy(format_name)}"
-                ) from error
+                remedy = format_remedy(format_name) or "Give a label map."
+                raise SourceError(f"cannot read labels from {self.path}: it is {kind}, or it is damaged. {remedy}") from error
             finally:
                 PillowImage.MAX_IMAGE_PIXELS = limit
         return pixels[..., None] if pixels.ndim == 2 else pixels

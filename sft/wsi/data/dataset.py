@@ -203,8 +203,8 @@ class SlideDataset:
             labels = AnnotationLabels(layers, **size, scale=slide.scale, name=str(record.mask))
         else:
             label_map = open_label_image(record.mask, channel=data.mask_channel, colours=colour_table(data.mask_colours))
-            size_px = image.width_px, image.height_px
-            labels = align_labels(label_map, slide.pyramid, image_size=size_px, scale=slide.scale, name=str(record.mask))
+            place: dict[str, Any] = {"image_size": (image.width_px, image.height_px), "scale": slide.scale, "outside": data.mask_outside}
+            labels = align_labels(label_map, slide.pyramid, name=str(record.mask), **place)
         return labels if box is None else Cropped(labels, x=box.x, y=box.y, w=box.w, h=box.h)
 
     @property

@@ -26,6 +26,7 @@ _SETTINGS = tuple(
             'Set data.mask_channel: 0 (in PANDA the label is in red), or data.mask_colours: {"#rrggbb": class}; or save one channel of it',
         ),
         (r"Add it to colours\.", "Add it to data.mask_colours."),
+        (r"choose a value for them \(outside=255\)", "choose a value for them (data.mask_outside: 255)"),
         (r'\bmask="(\w+)"', r"data.invalid_pixels: \1"),
         (r"\bopen_image\(path, mask=\.\.\.\)", "data.invalid_pixels"),
         (r"\bget fill_value\b", "get data.fill_value"),

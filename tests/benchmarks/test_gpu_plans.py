@@ -42,7 +42,7 @@ def test_the_pool_reserves_less() -> None:
     results = [result for result in _newest().values() if not result["replays_passes"]]
     assert all(result["reserved_bytes"] <= 1.005 * result["reserved_without_pool_bytes"] for result in results)
     ratios = sorted(result["reserved_bytes"] / result["tensor_bytes"] for result in _newest().values())
-    assert ratios[3] <= 1.04 and ratios[-1] <= 1.14
+    assert ratios[3] <= 1.04 and ratios[-1] <= 1.22  # small budgets: segments of 20 MiB outside of the pool
 
 
 def test_the_page_and_the_changelog_cite_the_newest_result() -> None:

@@ -2,8 +2,8 @@
 
 Left alone, the allocator makes a segment for each tensor that finds no free block: strips of slightly different heights then leave segments
 that no later tensor fits. In one large segment, neighbouring free blocks merge. Some plans fit even better with separate segments for their
-largest tensors, or with the allocator's own. So several divisions are simulated, and a local search changes the best of them: it splits
-segments, merges them, and makes them smaller. ``benchmarks/gpu_plans.py`` compares.
+largest tensors, or with the allocator's own. So several divisions are simulated, and local searches change the best of them: they split
+segments, merge them, and make them smaller. ``benchmarks/gpu_plans.py`` compares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _UNLIMITED_BYTES: Final = 2**60
 _DIVISIONS: Final = ((0, 1.0), (1, 1.0), (0, 1.02), (16, 1.0), (2, 1.0), (0, 1.05), (8, 1.0), (4, 1.0))
 #: Events that may be replayed to find a division; further divisions are not tried.
 _MAX_REPLAYED_EVENTS: Final = 150_000
-#: Replays of the local search, at most, and the events that they may replay.
+#: Divisions from which a local search starts, the best ones first.
+_NUM_STARTS: Final = 3
+#: Replays of a local search, at most, and the events that they may replay.
 _MAX_CHANGES: Final = 500
 _MAX_CHANGED_EVENTS: Final = 600_000
 #: The local search ends if a step reserves at most this multiple of its bytes, or a rounded segment more.
@@ -52,21 +54,23 @@ def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, residen
     peak = replay.sequence.peak
     largest = sorted((num_bytes for num_bytes in peak.sizes if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)
     search = _SegmentSearch(replay, peak.num_bytes, largest)
-    best: tuple[int, ...] | None = None
-    if resident is None:
-        best = replay.own_segments()
-        least_bytes = search.reserved_bytes(best, _UNLIMITED_BYTES)
-    else:
-        least_bytes = _bytes_without_pool(replay, resident, search.division(*_DIVISIONS[0]))
+    starts = {replay.own_segments(): search.reserved_bytes(replay.own_segments(), _UNLIMITED_BYTES)}
     for count, spare in _DIVISIONS:
         if search.num_replayed > _MAX_REPLAYED_EVENTS:
             break
-        segments = search.division(count, spare)
-        reserved_bytes = search.reserved_bytes(segments, least_bytes)
-        if reserved_bytes < least_bytes or (reserved_bytes == least_bytes and best is None):
-            least_bytes, best = reserved_bytes, segments
-    changed, changed_bytes = _improve(replay.own_segments() if best is None else best, search)
-    return changed if changed_bytes < least_bytes else best
+        division = search.division(count, spare)
+        starts[division] = search.reserved_bytes(division, _UNLIMITED_BYTES)
+    best: tuple[int, ...] = ()
+    least_bytes = _UNLIMITED_BYTES
+    for start in sorted(starts, key=lambda segments: starts[segments])[:_NUM_STARTS]:
+        segments, reserved_bytes = _improve(start, search)
+        if reserved_bytes < least_bytes:
+            best, least_bytes = segments, reserved_bytes
+        if least_bytes <= search.enough_bytes:
+            break
+    if resident is not None and _bytes_without_pool(replay, resident, best) < least_bytes:
+        return None
+    return best
 
 
 @dataclass(slots=True)
@@ -86,6 +90,11 @@ class _SegmentSearch:
     num_replayed: int = 0
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
     _common_bytes: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    @property
+    def enough_bytes(self) -> float:
+        """Reserved bytes at which the local search ends."""
+        return max(_NEAR_OPTIMAL * self.peak_bytes, self.peak_bytes + _NEAR_OPTIMAL_BYTES)
 
     def division(self, count: int, spare: float) -> tuple[int, ...]:
         """Segments of the largest tensors, and a common one."""
@@ -119,10 +128,9 @@ def _improve(segments: tuple[int, ...], search: _SegmentSearch) -> tuple[tuple[i
     sizes = {segment_bytes(num_bytes) for num_bytes in search.replay.sequence.sizes if num_bytes >= MIN_SEGMENT_BYTES}
     split_sizes = sorted(sizes, reverse=True)[:_NUM_SPLIT_SIZES] or [MIN_SEGMENT_BYTES]
     least_bytes = search.reserved_bytes(segments, _UNLIMITED_BYTES)
-    enough_bytes = max(_NEAR_OPTIMAL * search.peak_bytes, search.peak_bytes + _NEAR_OPTIMAL_BYTES)
     last_replayed = search.num_replayed + _MAX_CHANGED_EVENTS
     for _ in range(_MAX_CHANGES if segments else 0):
-        if search.num_replayed > last_replayed or least_bytes <= enough_bytes:
+        if search.num_replayed > last_replayed or least_bytes <= search.enough_bytes:
             break
         changed = _change(segments, split_sizes, random)
         reserved_bytes = search.reserved_bytes(changed, least_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,3 +152,21 @@ def test_a_step_that_has_a_pool_in_any_case_gets_segments() -> None:
     """Three tensors, one after another: without a pool they would lie in the segment of a resident one, but a recording has its own."""
     trace = AllocationTrace.of([event for number in range(1, 4) for event in ((number, 12 * _MIB), (number, 0))])
     assert choose_segments(trace, AllocatorSettings(), None) == (12 * _MIB,)
+
+
+def test_several_searches_reserve_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: segments of 226 MiB for a step that fits in 198, as the search started from the best division alone."""
+    random, live, events, count = Random(16), list[int](), list[tuple[int, int]](), 0
+    for _ in range(60):
+        if len(live) < 6 and (random.random() < 0.6 or not live):
+            count += 1
+            live.append(count)
+            events.append((count, random.randrange(2, 48) * _MIB))
+        else:
+            events.append((live.pop(random.randrange(len(live))), 0))
+    trace, allocator = AllocationTrace.of([*events, *((number, 0) for number in live)]), AllocatorSettings()
+    reserved = []
+    for num_starts in (1, 3):
+        monkeypatch.setattr("sft.planner.measured.segment_search._NUM_STARTS", num_starts)
+        reserved.append(StepReplay.of(trace, allocator).pool_bytes(choose_segments(trace, allocator, None) or ())[0])
+    assert trace.peak_bytes <= reserved[1] < 0.9 * reserved[0]

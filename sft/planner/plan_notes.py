@@ -1,10 +1,11 @@
-"""Notes of a plan: the operators that run untiled, those that end a run of samples, windows or tokens, and schedules of repeats."""
+"""Notes of a plan: operators that run untiled, that end a run of samples, windows or tokens, or that run again; schedules of repeats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from sft.analysis.ir.graph import Node
+from sft.common.byte_units import format_bytes
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.problem import PlanningProblem
 from sft.planner.repeat_budgets import repeated_calls
@@ -25,8 +26,18 @@ _REMEDIES = {
 
 
 def plan_notes(problem: PlanningProblem, projected: ProjectedPlan) -> tuple[str, ...]:
-    """Lines about operators that run untiled, each once, and about repeats."""
-    return (*dict.fromkeys((*_whole_reasons(problem, projected), *_run_ends(problem, projected))), *_repeat_lines(problem))
+    """Lines about operators that run untiled or again, each once, and about repeats."""
+    lines = (*_whole_reasons(problem, projected), *_run_ends(problem, projected), *_clone_lines(problem))
+    return (*dict.fromkeys(lines), *_repeat_lines(problem))
+
+
+def _clone_lines(problem: PlanningProblem) -> Iterator[str]:
+    """Lines that name the images which are computed again for a later phase."""
+    sized, clones = problem.sized, problem.sized.phases.clones
+    for node in sized.graph.operators:
+        if node.name in clones and not clones.issuperset(sized.graph.users[node.name]):
+            num_bytes = format_bytes(sized.value_bytes(node.name))
+            yield f"{node.label} runs again after the reduction that reads its image, so that the {num_bytes} of the image are not kept"
 
 
 def _whole_reasons(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:

@@ -141,6 +141,14 @@ def test_any_budget_is_exact(name: str, share: float, batch: int, sides: tuple[i
     assert_exact(model, x, budget=least + int(share * least), steps=1, input_grad=has_input_grad)
 
 
+def test_a_plan_says_what_runs_again() -> None:
+    model = seeded(_stem).float().train()
+    plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options()))
+    text = " ".join(plan.explain().split())
+    assert "0: conv2d runs again after the reduction that reads its image, so that the 192.00 KiB of the image are not kept" in text
+    assert "runs again" not in sft.plan(model, _SHAPE, budget="1GiB").explain()
+
+
 def test_flops_are_compared_with_those_of_the_model_without_clones() -> None:
     model = seeded(_stem).float().train()
     tight = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options()))

@@ -110,8 +110,8 @@ def predict(
 
     Args:
         net: a compiled network with an image output.
-        source: one image, as in a call of ``net``: a tensor, an array, an image, any `sft.sources.Source`. A path is opened with
-            `sft.sources.open_image`.
+        source: one image, as in a call of ``net``: a tensor, an array, an image, any `sft.sources.Source`. A path, or a list of the paths
+            of one image, is opened with `sft.sources.open_image`.
         writer: a path that ends in ``.ome.tif``, ``.tif`` (a cloud-optimized GeoTIFF if the image has map coordinates, otherwise
             OME-TIFF), ``.zarr``, ``.npy`` or ``.geojson``; a writer of `sft.prediction`; or a list of these, for several files from
             one computation.
@@ -137,7 +137,10 @@ def predict(
     element_type = resolve_dtype(kind, dtype)
     begin = time.perf_counter()
     engine = of(net).engine
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(names, str):
+        raise InputError(f"names {names!r}: give a list of names, one for each class or channel")
+    several = source if isinstance(source, (list, tuple)) else [source]
+    if several and all(isinstance(each, (str, os.PathLike)) for each in several):
         source = open_image(source)
     frame = ImageFrame.of(source)
     is_single = isinstance(writer, (str, os.PathLike, RasterWriter))

@@ -177,6 +177,14 @@ def test_cog_has_the_map_coordinates_of_the_input(net: Segmenter, pixels: npt.ND
     assert sum(shapely.area(shapely.from_wkb(shapes))) == 100 * (classes > 0).sum()
 
 
+def test_a_list_of_paths_is_one_image(net: Segmenter, pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", pixels[..., number])
+    sft.predict(net, [tmp_path / f"{number}.npy" for number in range(3)], tmp_path / "stack.npy")
+    sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy")
+    assert np.array_equal(np.load(tmp_path / "stack.npy"), np.load(tmp_path / "map.npy"))
+
+
 def test_coarse_outputs_and_crops_keep_their_place(pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:
     model = build(Segmenter, stride=2)
     net = sft.compile(model, (1, 3, None, None), budget="24MiB")
@@ -236,6 +244,7 @@ def test_a_failed_prediction_leaves_earlier_files(net: Segmenter, pixels: npt.ND
         ({"writer": ["a.npy", "a.npy"]}, "two writers have the same path"),
         ({"writer": "missing/map.npy"}, "is not a folder"),
         ({"kind": "labels"}, "kind 'labels': choose one of"),
+        ({"names": "abc"}, "names 'abc': give a list of names"),
         ({"kind": "softmax", "dtype": "int8"}, "choose one of 'uint8', 'uint16'"),
         ({"kind": "softmax", "writer": "map.geojson"}, "polygons outline classes"),
         ({"kind": "values", "dtype": "float16", "writer": "map.ome.tif"}, "OME-TIFF has no pixels of float16"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ from sft.sources.arrays import ArrayImage
 from sft.sources.file_image import DecodedFile
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Rectangle, Size, missing_extra, pixel_dtype
 from sft.sources.labels import ImageLabels
-from sft.sources.readers.composite import ChannelSelection
+from sft.sources.readers.composite import ChannelSelection, Mosaic
 from sft.sources.readers.geotiff import GeoImage, has_rasterio
 from sft.sources.readers.label_alignment import align_labels
 from sft.sources.readers.remote import naming_remote_errors, source_path
@@ -55,7 +55,7 @@ _pillow_lock = threading.Lock()
 
 
 def open_labels(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     like: Image | None = None,
     outside: int | None = None,
@@ -69,7 +69,8 @@ def open_labels(
     """Open a label map as a `sft.sources.Source` of ``torch.int64``, which is read strip by strip.
 
     Args:
-        path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image.
+        path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image. A list of paths is a mosaic of files with map
+            coordinates on one grid, as in `sft.sources.open_image`; between the files the value is that of the first one's nodata, or 0.
         like: image that the labels belong to. Each pixel has the label under its centre: by map coordinates if both have them, otherwise
             by the quotient of the sizes (`sft.sources.label_cells`). Default: `None` (the size of the label map)
         outside: value of pixels that by map coordinates lie outside of the label map, such as 255 for a loss that ignores it. Default:
@@ -87,9 +88,16 @@ def open_labels(
             coordinates that do not cover the image.
         SourceError: it cannot be read.
     """
-    labels: Image = open_label_image(path, channel=channel, colours=colours, series=series, at=at, host_budget_bytes=host_budget_bytes)
+    paths = list(path) if isinstance(path, (list, tuple)) else [path]
+    if not paths:
+        raise InputError("cannot read labels from an empty list: give a path, or the paths of a mosaic.")
+    options: dict[str, Any] = {"channel": channel, "colours": colours, "series": series, "at": at, "host_budget_bytes": host_budget_bytes}
+    files = [open_label_image(each, **options) for each in paths]
+    labels: Image = files[0] if len(files) == 1 else Mosaic(files, list(map(str, paths)))
     if like is not None:
-        labels = align_labels(labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=str(path), outside=outside)
+        labels = align_labels(
+            labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=", ".join(map(str, paths)), outside=outside
+        )
     return ImageLabels(labels, values=values)
 
 

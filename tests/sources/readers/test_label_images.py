@@ -326,3 +326,16 @@ def test_georeferenced_labels_of_another_place_are_refused(tmp_path: Path) -> No
     np.save(tmp_path / "plain.npy", values[..., 0])
     plain = open_labels(tmp_path / "plain.npy", like=scene)
     assert np.array_equal(labels_of(plain), values[..., 0]), "without map coordinates the sizes count"
+
+
+def test_labels_of_several_files_are_a_mosaic(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    from tests.sources.readers.test_rasters import SENTINEL, write
+
+    values = _map()
+    right = SENTINEL["transform"] @ rasterio.Affine.translation(40, 0)
+    paths = [write(tmp_path / "left.tif", values[:, :40, None]), write(tmp_path / "right.tif", values[:, 40:, None], transform=right)]
+    scene = open_image(write(tmp_path / "scene.tif", np.zeros((70, 90, 2), np.uint16)))
+    assert np.array_equal(labels_of(open_labels(paths, like=scene)), values)
+    with pytest.raises(InputError, match="an empty list"):
+        open_labels([])

@@ -24,6 +24,8 @@ from sft.analysis.tiling.phases import PhasedGraph, find_phases
 
 __all__ = ["rematerialize"]
 
+#: Most clones: more operators are a network, not its first layers, and take longer than they save.
+_MAX_CLONES = 32
 #: Operators that draw random numbers.
 _RANDOM = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
@@ -32,13 +34,13 @@ def rematerialize(phases: PhasedGraph) -> PhasedGraph | None:
     """Clone operators of the first phase for readers in later phases.
 
     Returns:
-        The phases of the graph with clones; ``None`` if no image crosses the first barrier.
+        The phases of the graph with clones; ``None`` if no image crosses the first barrier, or too many operators make it.
     """
     graph = phases.graph
     phase_of = {name: number for number, phase in enumerate(phases.phases) for name in (*phase.streamed, *phase.tail)}
     needed = _phases_of_clones(phases, phase_of)
     clones = {(name, number): f"{name}_in_phase_{number}" for name, numbers in needed.items() for number in numbers}
-    if not clones:
+    if not 0 < len(clones) <= _MAX_CLONES:
         return None
 
     def reading_clones(node: Node, number: int) -> Node:

@@ -69,8 +69,8 @@ def open_labels(
     """Open a label map as a `sft.sources.Source` of ``torch.int64``, which is read strip by strip.
 
     Args:
-        path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image. A list of paths is a mosaic of files with map
-            coordinates on one grid, as in `sft.sources.open_image`; between the files the value is that of the first one's nodata, or 0.
+        path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image. A list of paths is a mosaic of files
+            with map coordinates on one grid, as in `sft.sources.open_image`; between the files the value is the nodata value, or 0.
         like: image that the labels belong to. Each pixel has the label under its centre: by map coordinates if both have them, otherwise
             by the quotient of the sizes (`sft.sources.label_cells`). Default: `None` (the size of the label map)
         outside: value of pixels that by map coordinates lie outside of the label map, such as 255 for a loss that ignores it. Default:
@@ -88,16 +88,15 @@ def open_labels(
             coordinates that do not cover the image.
         SourceError: it cannot be read.
     """
-    paths = list(path) if isinstance(path, (list, tuple)) else [path]
+    paths: list[Any] = list(path) if isinstance(path, (list, tuple)) else [path]
     if not paths:
         raise InputError("cannot read labels from an empty list: give a path, or the paths of a mosaic.")
     options: dict[str, Any] = {"channel": channel, "colours": colours, "series": series, "at": at, "host_budget_bytes": host_budget_bytes}
     files = [open_label_image(each, **options) for each in paths]
     labels: Image = files[0] if len(files) == 1 else Mosaic(files, list(map(str, paths)))
     if like is not None:
-        labels = align_labels(
-            labels, like, image_size=(like.width_px, like.height_px), scale=(1.0, 1.0), name=", ".join(map(str, paths)), outside=outside
-        )
+        name, size_px = ", ".join(map(str, paths)), (like.width_px, like.height_px)
+        labels = align_labels(labels, like, image_size=size_px, scale=(1.0, 1.0), name=name, outside=outside)
     return ImageLabels(labels, values=values)
 
 

@@ -71,6 +71,11 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
         raise InputError(f"cannot read {image} at mpp {mpp!r}: give one number, which holds in x and in y.")
     (wanted, _) = resolve_mpp(float(mpp), "mpp")
     if image.mpp is None:
+        if RasterView(image).georeference is not None:
+            raise InputError(
+                f"cannot read {image} at {wanted:g} µm/px: its map coordinates have no size in metres, such as degrees. Warp it to a "
+                "projected system (gdalwarp -t_srs), or say what a pixel of its largest level measures: slide_mpp=10e6 for 10 m."
+            )
         why = RasterView(image).mpp_note or "the file does not say its resolution"
         raise InputError(
             f"cannot read {image} at {wanted:g} µm/px: {why}. Say what a pixel of its largest level measures: slide_mpp=0.25 (40x), 0.5 "

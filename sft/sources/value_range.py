@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError
-from sft.sources.image import Image, pixel_dtype
+from sft.sources.image import Image, dtype_range, pixel_dtype
 from sft.sources.views import RasterView
 
 __all__ = ["ValueRange", "channel_numbers", "low_and_span", "percentile_range"]
@@ -28,7 +28,8 @@ def percentile_range(image: Image, low: float = 1.0, high: float = 99.0) -> tupl
     """Percentiles of each channel, as a `value_range` of `sft.sources.Normalized`.
 
     Up to four million pixels are read: all of an image of that size, otherwise the finest level that is small enough, otherwise blocks of
-    rows at equal distances. Pixels of the image's ``nodata`` value and NaN do not count. The result depends on the image alone.
+    rows at equal distances. Pixels of the image's ``nodata`` value and NaN do not count. A channel that marks valid pixels
+    (``open_image(mask="channel")``) has the range of its type. The result depends on the image alone.
 
     >>> from sft.sources import ArrayImage
     >>> percentile_range(ArrayImage(np.arange(101, dtype=np.uint16)[None]), 10, 90)
@@ -46,8 +47,11 @@ def percentile_range(image: Image, low: float = 1.0, high: float = 99.0) -> tupl
     if not 0 <= low < high <= 100:
         raise InputError(f"cannot measure percentiles {low} to {high} of {image}: give 0 <= low < high <= 100.")
     pixels, nodata = _sample(image), getattr(image, "nodata", None)
-    ranges = []
+    ranges, masks = [], RasterView(image).mask_channels
     for channel in range(pixels.shape[1]):
+        if channel in masks:
+            ranges.append((0.0, 1.0 if pixels.dtype.kind == "f" else float(dtype_range(pixels.dtype)[1])))
+            continue
         values = pixels[:, channel]
         valid = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), np.bool_)
         values = values[valid if nodata is None else valid & (values != nodata)]
@@ -55,7 +59,7 @@ def percentile_range(image: Image, low: float = 1.0, high: float = 99.0) -> tupl
         if not limits[0] < limits[1]:
             raise InputError(
                 f"cannot measure percentiles {low:g} to {high:g} of channel {channel} of {image}: "
-                + (f"both are {limits[0]:g}" if len(values) else "it has no pixel with data")
+                + (f"both are {limits[0]:g}" if len(values) else f"of {len(pixels):,} pixels that were read, none has data")
                 + ". Give value_range=(low, high) as numbers, or leave this channel out."
             )
         ranges.append((float(limits[0]), float(limits[1])))

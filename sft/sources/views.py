@@ -99,6 +99,12 @@ class RasterView(LevelledImage):
         return names
 
     @property
+    def mask_channels(self) -> tuple[int, ...]:
+        """Numbers of channels that mark valid pixels (``mask="channel"``)."""
+        channels: tuple[int, ...] = getattr(self.image, "mask_channels", ())
+        return channels
+
+    @property
     def cost_note(self) -> str:
         """Cost of a read, where a file is decoded in larger units than its pixels; empty otherwise."""
         note: str = getattr(self.image, "cost_note", "")

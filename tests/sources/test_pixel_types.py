@@ -105,7 +105,7 @@ def test_percentiles_are_those_of_numpy_without_nodata_and_nan() -> None:
     assert percentile_range(image, 0, 100) == ((float(counts[40:].min()), float(counts[40:].max())),)
     with pytest.raises(InputError, match="both are 3"):
         percentile_range(ArrayImage(np.full((4, 4), 3, np.uint16)))
-    with pytest.raises(InputError, match="no pixel with data"):
+    with pytest.raises(InputError, match="none has data"):
         percentile_range(ArrayImage(np.full((4, 4), np.nan, np.float32)))
     with pytest.raises(InputError, match="0 <= low < high <= 100"):
         percentile_range(image, 99, 1)

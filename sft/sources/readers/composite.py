@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isnan
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -133,6 +134,11 @@ class Mosaic(_Composite):
         return self.images[0].channel_names
 
     @property
+    def mask_channels(self) -> tuple[int, ...]:
+        """Numbers of channels that mark valid pixels, of the first file."""
+        return self.images[0].mask_channels
+
+    @property
     def background(self) -> tuple[Any, ...]:
         """Value of pixels between the files."""
         return self.images[0].background
@@ -245,6 +251,12 @@ class ChannelStack(_Composite):
         return tuple(names)
 
     @property
+    def mask_channels(self) -> tuple[int, ...]:
+        """Numbers of channels that mark valid pixels."""
+        starts = accumulate((image.num_channels for image in self.images), initial=0)
+        return tuple(start + channel for start, image in zip(starts, self.images, strict=False) for channel in image.mask_channels)
+
+    @property
     def georeference(self) -> Georeference | None:
         """Map coordinates of the first file."""
         return self.images[0].georeference
@@ -322,6 +334,12 @@ class ChannelSelection(RasterView):
         """Names of the selected channels; empty where the file has none."""
         names = super().channel_names
         return tuple(names[channel] for channel in self.channels) if names else ()
+
+    @property
+    def mask_channels(self) -> tuple[int, ...]:
+        """Numbers of the selected channels that mark valid pixels."""
+        below = super().mask_channels
+        return tuple(number for number, channel in enumerate(self.channels) if channel in below)
 
     @property
     def background(self) -> tuple[Any, ...]:

@@ -93,6 +93,11 @@ class GeoImage(FileImage[_GeoHandle]):
         self.mask, self.fill_value, self.num_threads = mask, fill_value, resolve_threads(num_threads)
         self.host_budget_bytes, self.palette = host_budget_bytes, palette
 
+    @property
+    def mask_channels(self) -> tuple[int, ...]:
+        """Number of the channel of valid pixels, with ``mask="channel"``."""
+        return (self.num_channels - 1,) if self.mask == "channel" else ()
+
     @contextmanager
     def _environment(self) -> Iterator[Any]:
         rasterio = _import_rasterio(f"open {self.path}")

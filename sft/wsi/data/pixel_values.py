@@ -26,31 +26,14 @@ def fixed_range(data: DataConfig, num_channels: int) -> ValueRange | None:
 
 
 def measured_range(data: DataConfig, image: Raster) -> ValueRange:
-    """Percentiles of each channel of a slide; the mask of valid pixels (``data.invalid_pixels: channel``) has the range of its type.
+    """Percentiles of each channel of a slide.
 
     Raises:
         InputError: a channel has one value.
         SourceError: the slide cannot be read.
     """
     assert data.percentiles is not None
-    low, high = data.percentiles
-    mask = _mask_number(image) if data.invalid_pixels == "channel" else None
-    if mask is None:
-        return percentile_range(image, low, high)
-    end = 1.0 if pixel_dtype(image).kind == "f" else dtype_range(pixel_dtype(image))[1]
-    places = range(image.num_channels)
-    return [(0.0, end) if place == mask else percentile_range(ChannelSelection(image, [place]), low, high)[0] for place in places]
-
-
-def _mask_number(image: Raster) -> int | None:
-    """Number of the mask, the last channel of a file, among the channels of an image; ``None`` if it is not among them."""
-    view: Any = image
-    while not isinstance(view, ChannelSelection):
-        view = getattr(view, "image", None)
-        if view is None:
-            return image.num_channels - 1
-    last = RasterView(view.image).num_channels - 1
-    return view.channels.index(last) if last in view.channels else None
+    return percentile_range(image, *data.percentiles)
 
 
 def as_picture(image: Image) -> Image:

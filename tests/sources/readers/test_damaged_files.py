@@ -415,7 +415,7 @@ CASES: dict[Callable[[Path], None], tuple[type[Exception], str] | None] = {
     _loop_of_links: (sft.SourceError, r"cannot open .*a\.tif"),
     _other_suffix: None,
     _complex_pixels: (sft.SourceError, r"a\.tif"),
-    _only_nodata: (sft.InputError, "it has no pixel with data"),
+    _only_nodata: (sft.InputError, "none has data"),
     _shapefile_without_its_table: (sft.SftError, r"a\.shp"),
     _database_without_layers: (sft.SourceError, r"a\.gpkg as a shapefile or GeoPackage"),
     _geojson_without_names: (sft.InputError, r"annotations are '\(no class\)' \(1\)"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft import InputError, SourceError
-from sft.sources import Cropped, Normalized, open_image, open_labels
+from sft.sources import ChannelSelection, ChannelStack, Cropped, Normalized, open_image, open_labels, percentile_range
 from sft.sources.views import RasterView
 from tests.sources.test_pixel_types import numbers
 
@@ -73,6 +73,9 @@ def test_rotated_transforms_and_scenes_in_degrees(tmp_path: Path) -> None:
     assert image.mpp == pytest.approx((np.hypot(8, 2) * 1e6, np.hypot(8, 2) * 1e6))
     image = open_image(write(tmp_path / "b.tif", numbers((40, 50, 1), "uint16"), crs="EPSG:4326"))
     assert image.georeference is not None and image.mpp is None
+    with pytest.raises(InputError, match=r"have no size in metres, such as degrees.*slide_mpp=10e6 for 10 m"):
+        open_image(tmp_path / "b.tif", mpp=20e6)
+    assert open_image(tmp_path / "b.tif", slide_mpp=10e6, mpp=20e6).width_px == 25
 
 
 @pytest.mark.parametrize("kind", ["mask", "alpha", "nodata"])
@@ -243,6 +246,17 @@ def test_without_rasterio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert image.georeference is None and np.array_equal(image.read(0, 0, 50, 40), pixels)
     with pytest.raises(SourceError, match=r"pip install .*\[geo\]"):
         open_image(path, mask="fill")
+
+
+def test_percentiles_leave_a_mask_channel_as_it_is(tmp_path: Path) -> None:
+    pixels = numbers((40, 50, 2), "uint16") + 1
+    pixels[:10] = 0
+    write(tmp_path / "a.tif", pixels, nodata=0)
+    image = open_image(tmp_path / "a.tif", mask="channel")
+    bands = percentile_range(open_image(tmp_path / "a.tif"), 2, 98)
+    assert percentile_range(image, 2, 98) == (*bands, (0.0, 65535.0))
+    assert percentile_range(Cropped(ChannelSelection(image, [2, 0]), x=0, y=0, w=50, h=40), 2, 98) == ((0.0, 65535.0), bands[0])
+    assert ChannelStack([image, image]).mask_channels == (2, 5)
 
 
 def test_a_mask_channel_next_to_nan(tmp_path: Path) -> None:

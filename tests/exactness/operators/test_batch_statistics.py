@@ -135,11 +135,15 @@ def test_eval_and_train_take_turns() -> None:
         torch.testing.assert_close(net(x), eager(x))
 
 
-def test_a_norm_is_a_barrier_that_the_budget_must_hold() -> None:
-    """The norm's input stays resident for its statistics; the error names a budget that works."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1))
+@pytest.mark.parametrize("num_norms", [1, 2])
+def test_a_norm_is_a_barrier_that_the_budget_must_hold(num_norms: int) -> None:
+    """The input of a second norm stays for its statistics, that of the first is computed again; the error names a budget that works."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    if num_norms == 2:
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(16, 1, 3, padding=1))
     shape = (1, 3, 256, 128)
     least_bytes = least_budget(model, shape)
     cut_bytes = 4 * 16 * 256 * 128
-    assert least_bytes > cut_bytes
+    assert (least_bytes > cut_bytes) == (num_norms == 2)
     assert sft.plan(model, shape, budget=least_bytes).total_bytes <= least_bytes

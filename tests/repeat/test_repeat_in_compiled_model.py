@@ -71,7 +71,7 @@ def _stacked_grads(unrolled: nn.Module, path: str, name: str) -> Tensor:
 def test_the_unrolled_model_is_what_is_computed(block: Callable[[], nn.Module]) -> None:
     model = seeded(lambda: _model(12, "160KiB", block))
     eager = _unrolled(model)
-    net = sft.compile(model, _SHAPE, budget=least_budget(model, _SHAPE) + 50_000)
+    net = sft.compile(model, _SHAPE, budget=least_budget(model, image(*_SHAPE).requires_grad_()) + 50_000)
     for seed in range(2):
         x, y = (image(*_SHAPE, seed=seed).requires_grad_() for _ in range(2))
         net.zero_grad()

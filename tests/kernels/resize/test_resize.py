@@ -198,7 +198,7 @@ def test_computed_weights_have_the_bits_of_tables(tmp_path: Path) -> None:
         source, size = _problem(resize, torch.float32)["dy" if adjoint else "x"], resize.extents if adjoint else resize.lengths
         image = source.float().contiguous(memory_format=torch.channels_last)
         reference = reference_resize(image, *_whole_tables(resize, adjoint=adjoint))
-        for tile in [(range(size[0]), range(size[1])), *(each for each in _tiles(size) if all(each))]:
+        for tile in [(range(size[0]), range(size[1])), *[each for each in _tiles(size) if all(each)][::2]]:
             spans = [_source_span(axis, rows, adjoint=adjoint) for axis, rows in zip(resize.axes, tile, strict=True)]
             out = empty_buffer(2, _NUM_CHANNELS, (len(tile[0]), len(tile[1])), torch.float32)
             arguments: dict[str, Any] = {"x": fill_buffer(source, (spans[0], spans[1]), torch.float32), "out": out}

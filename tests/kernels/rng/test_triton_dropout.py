@@ -61,8 +61,9 @@ def test_interpreted_kernels_give_the_bits_of_the_reference(tmp_path: Path) -> N
         block, layout = blocks[index % 3], ("last", "contiguous", "view")[index % 3]
         dtype = (torch.float32, torch.float64, torch.float16)[index // 3 % 3]
         jobs.append({"run": "dropout", "x": _input(tile, dtype, layout), "tile": tile, "block": block if shape[1] < 100 else None})
-        seed = seed_tensor(2**64 - 5, torch.device("cpu"))
-        jobs.append({"run": "keep", "tile": replace(tile, seed=seed) if index % 2 else tile, "block": None})
+        if index % 3 == 0:
+            seed = seed_tensor(2**64 - 5, torch.device("cpu"))
+            jobs.append({"run": "keep", "tile": replace(tile, seed=seed) if index % 2 else tile, "block": None})
     for p in (0.0, 2**-32, 0.5, 1 - 2**-32, 1.0):
         tile = _tile((1, 5, 2, 6), p=p)
         jobs.append({"run": "dropout", "x": _input(tile, torch.float32, "view"), "tile": tile, "block": None})

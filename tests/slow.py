@@ -181,7 +181,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "bicubic-dtype1",
         "bicubic-dtype0",
     ),
-    "test_tiled_head_recompute.py::test_buffer_updates_after_a_head_are_kept": ("True",),
     "test_triton_dropout.py::test_compiles_ahead_of_time": (
         "dropout_kernel bf16 False element",
         "dropout_kernel fp32 True element",

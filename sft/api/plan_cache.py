@@ -122,14 +122,19 @@ class PlanCache:
 
     @contextmanager
     def problems(self, signature: CallSignature) -> Iterator[tuple[PlanningProblem, ...]]:
-        """The planning problems of calls of a signature, of each form of the graph without clones; nothing is prepared or stored.
+        """The planning problems of calls of a signature, of each form of the graph; nothing is prepared or stored.
 
         Raises:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
-        with planning_context(self.request(signature)), closing(self._forms(signature)) as forms:
-            yield tuple(problem for _, problem in forms)
+        with planning_context(self.request(signature)):
+            problems = tuple(problem for _, problem in self._forms(signature))
+            try:
+                yield problems
+            finally:
+                for problem in problems:
+                    problem.memo.clear()
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
@@ -202,19 +207,17 @@ class PlanCache:
         3. Images of the first phase are computed again (:mod:`sft.analysis.tiling.rematerialization`), for budgets without room for them.
            Bands of several ranks, and strategies that are given, have the other forms.
         """
-        forms = self._forms_without_clones(signature)
+        request, folded = self.request(signature), self.captures.get_or_capture(signature)
+        unfolded = None if folded.captured.unfolded is None else folded.captured.unfolded.specialize(signature.shapes)
+        forms = [(form, build_problem(request, form, self._shared)) for form in (folded, unfolded) if form is not None]
+        if len(forms) > 1 and _adds_weight_gradients(forms[0][1]):
+            del forms[0]
         yield from forms
         is_automatic = self.settings.mesh is None and self.settings.options.strategy == "auto"
         rematerialized = forms[0][0].captured.rematerialized if is_automatic else None
         specialized = None if rematerialized is None else rematerialized.specialize(signature.shapes)
         if specialized is not None:
-            yield specialized, build_problem(self.request(signature), specialized, self._shared)
-
-    def _forms_without_clones(self, signature: CallSignature) -> list[_Form]:
-        request, folded = self.request(signature), self.captures.get_or_capture(signature)
-        unfolded = None if folded.captured.unfolded is None else folded.captured.unfolded.specialize(signature.shapes)
-        forms = [(form, build_problem(request, form, self._shared)) for form in (folded, unfolded) if form is not None]
-        return forms[1:] if len(forms) > 1 and _adds_weight_gradients(forms[0][1]) else forms
+            yield specialized, build_problem(request, specialized, self._shared)
 
     def _search_forms(self, request: PlanningRequest, problems: Iterable[_Form]) -> tuple[SpecializedModel, FittedPlan]:
         """The fastest plan of all forms; of the first one alone if that computes little again."""

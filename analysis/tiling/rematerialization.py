@@ -20,14 +20,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sft.analysis.ir.graph import Node, Ref, map_refs
+from sft.analysis.ir.ops.pointwise import RandomOpSpec
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 
 __all__ = ["rematerialize"]
 
 #: Most clones: more operators are a network, not its first layers, and take longer than they save.
 _MAX_CLONES = 32
-#: Operators that draw random numbers.
-_RANDOM = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
 
 def rematerialize(phases: PhasedGraph) -> PhasedGraph | None:
@@ -62,7 +61,7 @@ def _phases_of_clones(phases: PhasedGraph, phase_of: Mapping[str, int]) -> dict[
     """
     graph, results = phases.graph, frozenset(phases.graph.results)
     first = next((phase.streamed for phase in phases.phases if phase.streamed), ())
-    images = {name for name in first if name in phases.streamed and name not in results and graph[name].target not in _RANDOM}
+    images = {name for name in first if name in phases.streamed and name not in results and not isinstance(phases.rows[name], RandomOpSpec)}
     needed: dict[str, set[int]] = {name: set() for name in images}
     for node in reversed(graph.operators):
         numbers = needed.get(node.name, set[int]()) if node.name in first else {phase_of[node.name]}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sft.analysis.frontend.call_mode_guards import CallModes, GuardKind, GuardValues
-from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
+from sft.analysis.frontend.capture import is_channels_last
 from sft.analysis.frontend.fingerprint import Fingerprint, module_fingerprint
 from sft.analysis.frontend.switched_settings import needs_deterministic_sums
 from sft.analysis.ir.axes import Axes
@@ -66,7 +66,7 @@ class CallSignature:
         capture_key: properties that select the capture.
         channels_last: for each input, whether its layout is channels last.
         weights_last: for each 4-D parameter, whether its layout is channels last.
-        weights_in_layout: for each parameter, whether its layout is that of the gradients that programs make.
+        weight_strides: strides of each parameter, which its gradient has, too.
         requires_grad: for each parameter, whether it requires a gradient; empty if gradients are off.
         input_grads: for each input, whether its gradient is requested; empty if gradients are off.
         grad_enabled: whether gradients are on.
@@ -84,7 +84,7 @@ class CallSignature:
     capture_key: CaptureKey
     channels_last: tuple[bool, ...]
     weights_last: tuple[bool, ...]
-    weights_in_layout: tuple[bool, ...]
+    weight_strides: tuple[tuple[int, ...], ...]
     requires_grad: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     grad_enabled: bool
@@ -167,7 +167,7 @@ def signature_of(
         ),
         channels_last=channels_last,
         weights_last=weights_last,
-        weights_in_layout=tuple(is_in_program_layout(parameter) for parameter in snapshot.parameters),
+        weight_strides=tuple(parameter.stride() for parameter in snapshot.parameters),
         requires_grad=requires_grad if grad_enabled else (),
         input_grads=input_grads if grad_enabled else (),
         grad_enabled=grad_enabled,

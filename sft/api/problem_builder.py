@@ -48,11 +48,13 @@ def build_problem(request: PlanningRequest, specialized: SpecializedModel, share
     captured, phases = specialized.captured, specialized.phases
     graph, device, options = phases.graph, signature.device, settings.options
     rates = settings.rates(device)
+    weights = {node.name: resolve_tensor(model, node.target) for node in graph.nodes if node.kind == "parameter"}
     sized = SizedGraph(
         phases=phases,
         requires_grad=_values_with_grad(model, signature, phases, captured.capture),
         channels_last=_channels_last_values(model, signature, graph, captured) - _outputs_in_files(settings.destination, graph),
-        weights_in_layout=_weights_in_layout(model, graph),
+        weights_in_layout=frozenset(name for name, weight in weights.items() if is_in_program_layout(weight)),
+        row_major_weights=frozenset(name for name, weight in weights.items() if weight.is_contiguous()),
         splits_batch=signature.splits_batch,
     )
     weight_bytes = resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients)
@@ -106,12 +108,6 @@ def _channels_last_values(model: nn.Module, signature: CallSignature, graph: Gra
     if flags is None and inputs:  # eager PyTorch cannot be run: the outputs follow the inputs
         return frozenset((*inputs, *graph.outputs))
     return frozenset((*inputs, *(name for name, is_last in zip(graph.outputs, flags or (), strict=False) if is_last)))
-
-
-def _weights_in_layout(model: nn.Module, graph: Graph) -> frozenset[str]:
-    """Parameters in the layout of the gradients that programs make."""
-    weights = [node for node in graph.nodes if node.kind == "parameter"]
-    return frozenset(node.name for node in weights if is_in_program_layout(resolve_tensor(model, node.target)))
 
 
 def _outputs_in_files(destination: OutputDestination, graph: Graph) -> frozenset[str]:

@@ -9,7 +9,6 @@ BatchNorm in training is one call (:mod:`sft.lower.whole_norms`). Next values of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -96,7 +95,7 @@ class WholeLowering(StripLowering):
         if term.span is not None:
             super().add_to_global_grad(ctx, name, term)
         elif is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
-            is_in_layout = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
+            is_in_layout = len(slot.shape) == 1 or name in scope.in_program_layout
             builder.emit_global_grad(name, slot, term.owned and term.channels is None and is_in_layout, scope.dtype_of(name))
         else:
             builder.add_into(ctx.global_grad(name), slot)
@@ -121,11 +120,3 @@ class WholeLowering(StripLowering):
         if not (owned and self.builder.owns(total)):
             total = self.builder.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.builder.result("grad_source", name, total)
-
-
-def _is_weight_grad_in_layout(shape: Sequence[int]) -> bool:
-    """True if torch computes the gradient of a weight channels last (convolutions), or contiguous (other weights).
-
-    In double precision torch computes those of 3-d convolutions contiguous, which equals channels last for few shapes only.
-    """
-    return len(shape) < 5 or shape[1] == 1 or math.prod(shape[2:]) == 1

@@ -159,11 +159,12 @@ def _batch_norm_with_moments(
     The statistics are contiguous vectors, as otherwise ATen takes a slower path, which rounds differently.
     """
     channels, count = image.shape[1], image.numel() // image.shape[1]
-    mean, variance = image.new_zeros((2, channels), dtype=torch.promote_types(image.dtype, torch.float32)).unbind()
+    rows = image.new_zeros((3, channels), dtype=torch.promote_types(image.dtype, torch.float32))
+    mean, variance, counts = rows.unbind()
     out, saved_mean, deviation = aten.native_batch_norm.default(image, weight, bias, mean, variance, True, 1.0, eps)
     variance.mul_((count - 1) / count)  # running variances are unbiased
-    moments = torch.stack((mean, variance, torch.full_like(mean, count)), -1).unsqueeze_(0)
-    return out, saved_mean, deviation, moments
+    counts.fill_(count)
+    return out, saved_mean, deviation, rows.t().unsqueeze_(0)
 
 
 #: The forward calls.

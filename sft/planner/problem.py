@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -86,7 +86,7 @@ class PlanningProblem:
                 shape = axes.with_extent(axes.with_extent(sized.shapes[node.name], ROWS, 0), COLUMNS, 0)
             nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
         weights = None if resources.weights is None else frozenset(resources.weights.num_bytes)
-        layouts = (sized.channels_last, sized.weights_in_layout, self.keeps_torch_layouts)
+        layouts = (sized.channels_last, sized.weights_in_layout, sized.row_major_weights, self.keeps_torch_layouts)
         placements = (resources.from_source, resources.outputs_on_host, resources.on_host, resources.deterministic)
         # Bound methods are equal if their objects are.
         rewrite = None if resources.backend is None else resources.backend.rewrite
@@ -112,3 +112,21 @@ class PlanningProblem:
                 if sized.graph[weight].kind == "parameter" and weight not in sized.weights_in_layout:
                     copied += math.prod(sized.shapes[weight])
         return copied > touched
+
+    def globals_in_layout(self, names: Iterable[str], *, tiled: bool) -> frozenset[str]:
+        """Those of some global tensors that are in the memory layout in which the programs of a segment compute their gradients.
+
+        Gradients of convolutions' weights are channels last, as the images are, except in double precision those of 3-d convolutions, which
+        are contiguous. Where layouts are left to torch and all weights are contiguous, all of their gradients are contiguous.
+        """
+        sized, nodes = self.sized, self.sized.graph.nodes
+        in_layout = {name for name in sized.weights_in_layout if not _is_of_volume_convolution(sized.shapes[name])}
+        weights = {node.name for node in nodes if node.kind == "parameter"}
+        if not tiled and self.keeps_torch_layouts and weights == sized.row_major_weights:
+            in_layout = weights
+        return frozenset(name for name in names if name in in_layout or sized.graph[name].kind == "operator")
+
+
+def _is_of_volume_convolution(shape: Sequence[int]) -> bool:
+    """True for weights of 3-d convolutions, unless contiguous and channels last are the same layout."""
+    return len(shape) == 5 and shape[1] != 1 and math.prod(shape[2:]) != 1

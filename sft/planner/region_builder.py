@@ -208,7 +208,7 @@ def _build_segment(
             for name in sources
             if name in problem.sized.channels_last | problem.resources.from_source
             or (name not in inputs and name not in problem.sized.graph.outputs)
-        ).union(name for name in sides if name in problem.sized.weights_in_layout or problem.sized.graph[name].kind == "operator"),
+        ).union(problem.globals_in_layout(sides, tiled=tiled)),
         batch=choice.batch_tile if tiled else problem.sized.num_batch,
         per_sample=problem.sized.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},

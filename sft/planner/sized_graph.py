@@ -36,6 +36,7 @@ class SizedGraph:
         channels_last: model inputs and outputs in channels-last layout.
         weights_in_layout: parameters in the memory layout that programs give to their results
             (:func:`sft.analysis.frontend.capture.is_in_program_layout`).
+        row_major_weights: parameters that are contiguous.
         splits_batch: true if the batch may be split.
         memo: extents, sources and strides of runs.
     """
@@ -44,6 +45,7 @@ class SizedGraph:
     requires_grad: frozenset[str]
     channels_last: frozenset[str] = frozenset()
     weights_in_layout: frozenset[str] = frozenset()
+    row_major_weights: frozenset[str] = frozenset()
     splits_batch: bool = True
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 

@@ -39,15 +39,20 @@ def problems_of(
     for node in phases.graph.nodes if training else ():
         if node.kind == "parameter" or any(name in requires_grad for name in differentiable_operands(node)):
             requires_grad.add(node.name)
-    laid_out = frozenset(
-        node.name for node in phases.graph.nodes if node.kind == "parameter" and is_in_program_layout(model.get_parameter(node.target))
-    )
+    weights = {node.name: model.get_parameter(node.target) for node in phases.graph.nodes if node.kind == "parameter"}
+    laid_out = frozenset(name for name, weight in weights.items() if is_in_program_layout(weight))
+    row_major = frozenset(name for name, weight in weights.items() if weight.is_contiguous())
     problems = []
     for shape in shapes:
         symbols = found.bind([shape])
         assert symbols is not None
         sized_phases = specialize_phases(phases, symbols, {found.graph.inputs[0]: shape})
-        sized = SizedGraph(phases=sized_phases, requires_grad=frozenset(requires_grad), weights_in_layout=laid_out)
+        sized = SizedGraph(
+            phases=sized_phases,
+            requires_grad=frozenset(requires_grad),
+            weights_in_layout=laid_out,
+            row_major_weights=row_major,
+        )
         problems.append(PlanningProblem(resources=Resources(sized=sized)))
     return problems
 

@@ -71,6 +71,14 @@ def test_the_gradient_of_a_column_major_weight_is_copied_to_its_layout() -> None
     assert [segment.mode for segment in report.plan.segments] == ["whole"]
 
 
+def test_gradients_of_contiguous_weights_are_not_copied_where_layouts_are_left_to_torch() -> None:
+    model = seeded(lambda: _wide(nn.Conv2d(64, 64, 3, groups=2, padding=1), nn.Linear(6, 3)))
+    problem = _problem(model, 8)
+    assert problem.keeps_torch_layouts
+    copied = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is copy_with_strides]
+    assert all(slot is not None and len(slot.shape) == 1 for slot in copied)
+
+
 def test_a_weight_in_a_new_layout_gets_a_new_plan() -> None:
     """Its gradient has the weight's layout, and is right, before and after."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()

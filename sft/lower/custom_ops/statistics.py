@@ -180,11 +180,13 @@ def update_running_statistics(
         running: present running means and running variances.
         momentum: weight of the moments.
     """
-    parts = [moments[0, :, 0] for moments in means]
+    statistics = []
+    if means:
+        statistics.append(torch.cat([moments[0].t() for moments in means], 1)[0])
     if variances:
-        stacked = torch.cat([moments[0] for moments in variances])
-        parts.append(stacked[:, 1] * (stacked[:, 2] / (stacked[:, 2] - 1)))
-    updated = _lerp_to(torch.cat([*running]), torch.cat(parts), momentum)
+        _, biased, counts = torch.cat([moments[0].t() for moments in variances], 1)
+        statistics.append(biased * (counts / (counts - 1)))
+    updated = _lerp_to(torch.cat([*running]), torch.cat(statistics), momentum)
     copy_tensors(targets, updated.split([len(target) for target in targets]))
 
 

@@ -18,6 +18,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.helpers.script_forks import WITHOUT_GPUS
+
 __all__ = ["fork_context", "run_module"]
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,8 @@ def fork_context() -> ForkServerContext:
     with pytest.MonkeyPatch.context() as patches:
         # The server ignores modules that it cannot import, and a test may have left the root of the repository.
         patches.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_ROOT)))))
-        patches.setenv("OMP_NUM_THREADS", "1")
+        for name, value in {"OMP_NUM_THREADS": "1", **WITHOUT_GPUS}.items():
+            patches.setenv(name, value)
         forkserver.ensure_running()
     return context
 

@@ -13,9 +13,12 @@ import traceback
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["ScriptForks", "train_one_step"]
+__all__ = ["WITHOUT_GPUS", "ScriptForks", "train_one_step"]
 
 _ERRORS = "errors.txt"
+
+#: Environment of a server: autograd has threads for GPUs, and a process with these threads cannot be forked.
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class ScriptForks:
@@ -25,7 +28,12 @@ class ScriptForks:
         root = Path(__file__).resolve().parents[2]
         # As installed: the root of the clone is not on the path.
         self._server = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).resolve())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root.parent
+            [sys.executable, "-P", str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root.parent,
+            env={**os.environ, **WITHOUT_GPUS},
         )
         return self
 
@@ -42,12 +50,17 @@ class ScriptForks:
 
 
 def train_one_step() -> None:
-    """Train one step of a small compiled network: torch's exporter and SymPy load modules and fill caches at their first capture."""
+    """Train one step of a small compiled network: torch's exporter and SymPy load modules and fill caches at their first capture.
+
+    A backward pass comes first. A capture pretends that there are eight GPUs, if torch is built with CUDA: the first backward pass after it
+    would start a thread for each of them.
+    """
     import torch
 
     import sft
 
     torch.set_num_threads(1)
+    torch.ones(1, requires_grad=True).backward()
     with torch.random.fork_rng(devices=[]):
         layers = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3, padding=1)
         model = sft.compile(torch.nn.Sequential(*layers), (1, 3, 24, 8), options=sft.Options(tile=(4, None)))

@@ -206,7 +206,7 @@ PATCHES: dict[str, Patch] = {
         name: Patch(
             target=f"torch._VF.{name}",
             why="Under autocast the products inside, or the kernel of a whole layer, cast operands. The exporter decomposes without it.",
-            without="Under autocast, operands of two dtypes are refused, and an LSTM returns another dtype.",
+            without="Under autocast, operands of two dtypes are refused, or a recurrent layer is captured step by step (torch 2.11).",
         )
         for name in ("einsum", *RECURRENT_FUNCTIONS)
     },

@@ -266,7 +266,7 @@ def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         step()
     profiler.export_chrome_trace(f"{stem}.trace.json.gz")
     if device.type == "cuda":

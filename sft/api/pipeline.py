@@ -23,7 +23,7 @@ Later stages never call earlier ones. Caches lie outside: captures in a :class:`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -100,22 +100,17 @@ def planning_context(request: PlanningRequest) -> Iterator[None]:
             yield
 
 
-def search(
-    request: PlanningRequest, problem: PlanningProblem, previous: Plan | None = None, plans_of_other_samples: Sequence[Plan] = ()
-) -> FittedPlan:
+def search(plan_search: PlanSearch, problem: PlanningProblem) -> FittedPlan:
     """Find a plan that fits the budget; with ``Options(profile="measure")`` the fastest of several, by a clock.
 
     Args:
-        request: the kind of call.
+        plan_search: the search for plans of a form of the graph.
         problem: its problem.
-        previous: the plan made earlier for this signature, if any.
-        plans_of_other_samples: plans made for other numbers of samples.
 
     Raises:
-        BudgetError, InputError, UnsupportedError: as :meth:`PlanSearch.fit`.
+        BudgetError, InputError, UnsupportedError, SlowerPlansError: as :meth:`PlanSearch.fit`.
     """
-    plan_search = PlanSearch(request=request, previous=previous, plans_of_other_samples=plans_of_other_samples)
-    fitted = plan_search.fit(problem)
+    fitted, request = plan_search.fit(problem), plan_search.request
     is_timed = request.settings.options.profile == "measure" and request.device.type != "meta"
     return plan_search.fastest(fitted) if is_timed else fitted
 

@@ -2,16 +2,15 @@
 
 This is the specialization cache of a compiled module. As in Dynamo, an entry is guarded: a :class:`~sft.api.call_signature.CallSignature`
 contains shapes, layouts, requested gradients, modes and the answers to the questions that ``forward`` asks of a call (its *guards*). A call
-with a known signature reuses the prepared plan; any other one runs the planning pipeline (:mod:`sft.api.pipeline`), with frozen norms
-folded into convolutions (:mod:`sft.analysis.passes.fold_norms`), and apart where the folded ones do not fit or compute much again.
+with a known signature reuses the prepared plan; any other one runs the planning pipeline (:mod:`sft.api.pipeline`). A plan that was given
+for this call determines the form of the graph. Otherwise the forms are searched in turn, until a plan of one computes little again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -19,10 +18,10 @@ from torch import nn
 from sft.analysis.frontend.submodule_hooks import check_hook_kinds
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
-from sft.api.capture_cache import CaptureCache, SpecializedModel
+from sft.api.capture_cache import CaptureCache
+from sft.api.graph_forms import GraphForm, GraphForms
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
-from sft.api.plan_search import PlanSearch, computes_little_again, first_fitting
-from sft.api.problem_builder import build_problem
+from sft.api.plan_search import PlanSearch, first_fitting
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
@@ -31,6 +30,7 @@ from sft.common.process_lock import patch_lock
 from sft.common.terminal.progress_display import stages
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.measured.fitted_plan import FittedPlan
+from sft.planner.measured.overhead_search import SlowerPlansError
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.planner.problem import PlanningProblem
@@ -39,9 +39,6 @@ from sft.planner.search.transfer import has_decisions
 __all__ = ["PlanCache"]
 
 ValueT = TypeVar("ValueT")
-
-#: A form of the graph and its planning problem.
-_Form = tuple[SpecializedModel, PlanningProblem]
 
 #: Maximal number of prepared plans; an attribute that changes at every call must not exhaust host memory.
 _MAX_PLANS = 128
@@ -128,13 +125,8 @@ class PlanCache:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
-        with planning_context(self.request(signature)):
-            problems = tuple(problem for _, problem in self._forms(signature))
-            try:
-                yield problems
-            finally:
-                for problem in problems:
-                    problem.memo.clear()
+        with planning_context(self.request(signature)), closing(self._forms(signature)) as forms:
+            yield tuple(form.problem for form in forms)
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
@@ -164,89 +156,62 @@ class PlanCache:
         return (requested, *plans) if requested is not None and is_requested else plans
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
-        request = self.request(signature)
+        request, given = self.request(signature), self.settings.plan
         with (
             planning_context(request),
             stages(f"capture of {type(self.model).__name__}") as show_stage,
-            closing(self._forms(signature)) as forms,
+            closing(self._forms(signature)) as all_forms,
         ):
-            first = next(forms)  # the capture
+            all_forms.capture()
+            is_planned = given is not None and given.input_shapes == signature.shapes
+            forms = [all_forms.of_plan(given)] if given is not None and is_planned else all_forms
             show_stage(f"search for a plan within {format_bytes(self.settings.budget_bytes)}")
             if self.settings.mesh is not None:
-                return first_fitting(lambda form: prepare_on_mesh(request, form[1], form[0]), chain([first], forms))
-            specialized, fitted = self._search_forms(request, chain([first], forms))
-            return prepare(request, fitted, specialized)
+                return first_fitting(lambda form: prepare_on_mesh(request, form.problem, form.specialized), forms)
+            form, fitted = self._search_forms(request, forms)
+            prepared = prepare(request, fitted, form.specialized)
+            fitted.problem.memo.clear()  # of a problem that the search changed, which the check of retained graphs keeps
+            return prepared
 
-    def _forms(self, signature: CallSignature) -> Generator[_Form]:
-        """The forms of the graph with their problems, each made when it is asked for; a plan given for this call has one of them.
+    def _forms(self, signature: CallSignature) -> GraphForms:
+        """The forms of the graph of calls of a signature."""
+        return GraphForms(self.request(signature), self.captures, self._shared)
 
-        Closing the generator drops the results derived from the problems.
-        """
-        plan, problems = self.settings.plan, list[PlanningProblem]()
-        is_planned = plan is not None and plan.input_shapes == signature.shapes
-        first: _Form | None = None
-        try:
-            for form in self._all_forms(signature):
-                problems.append(form[1])
-                first = first or form
-                if plan is None or not is_planned or _is_plan_of(plan, form[0].phases):
-                    yield form
-                    if is_planned:
-                        return
-            if is_planned and first is not None:
-                yield first
-        finally:
-            for problem in problems:
-                problem.memo.clear()
-
-    def _all_forms(self, signature: CallSignature) -> Iterator[_Form]:
-        """All forms of the graph.
-
-        1. Frozen norms are folded into convolutions, unless a norm is trained and the weight is not.
-        2. Frozen norms are operators, for budgets without room for the folded weights.
-        3. Images of the first phase are computed again (:mod:`sft.analysis.tiling.rematerialization`), for budgets without room for them.
-           Bands of several ranks, and strategies that are given, have the other forms.
-        """
-        request, folded = self.request(signature), self.captures.get_or_capture(signature)
-        unfolded = None if folded.captured.unfolded is None else folded.captured.unfolded.specialize(signature.shapes)
-        forms = [(form, build_problem(request, form, self._shared)) for form in (folded, unfolded) if form is not None]
-        if len(forms) > 1 and _adds_weight_gradients(forms[0][1]):
-            del forms[0]
-        yield from forms
-        is_automatic = self.settings.mesh is None and self.settings.options.strategy == "auto"
-        rematerialized = forms[0][0].captured.rematerialized if is_automatic else None
-        specialized = None if rematerialized is None else rematerialized.specialize(signature.shapes)
-        if specialized is not None:
-            yield specialized, build_problem(request, specialized, self._shared)
-
-    def _search_forms(self, request: PlanningRequest, problems: Iterable[_Form]) -> tuple[SpecializedModel, FittedPlan]:
+    def _search_forms(self, request: PlanningRequest, forms: Iterable[GraphForm]) -> tuple[GraphForm, FittedPlan]:
         """The fastest plan of all forms; of the first one alone if that computes little again."""
-        fitting: list[tuple[SpecializedModel, FittedPlan]] = []
+        best: tuple[GraphForm, FittedPlan] | None = None
         errors: list[BudgetError] = []
-        for specialized, problem in problems:
+        for form in forms:
+            search = self._plan_search(request, form)
             try:
-                fitting.append((specialized, self._search(request, problem)))
+                fitted = self._search(search if best is None else search.faster_than(best[1]), form.problem)
             except BudgetError as error:
                 errors.append(error)
-            else:
-                if computes_little_again(fitting[-1][1]):
-                    break
-        if not fitting:
+                continue
+            except SlowerPlansError:
+                continue
+            if best is None or search.rank(fitted) < search.rank(best[1]):
+                best = form, fitted
+            if fitted.computes_little_again:
+                break
+        if best is None:
             raise min(errors, key=lambda error: error.needed_bytes)
-        search = PlanSearch(request=request)
-        best = min(fitting, key=lambda each: search.rank(each[1]))
-        search.select_algorithms(best[1])
+        PlanSearch(request=request).select_algorithms(best[1])
         return best
 
-    def _search(self, request: PlanningRequest, problem: PlanningProblem) -> FittedPlan:
+    def _plan_search(self, request: PlanningRequest, form: GraphForm) -> PlanSearch:
+        """The search for plans of a form, with the plans that exist for it."""
+        others = tuple(plan for plan in self._plans_of_other_samples(request.signature) if form.is_of(plan))
+        previous = self.plans.get(request.signature)
+        return PlanSearch(
+            request=request, previous=previous if previous is not None and form.is_of(previous) else None, plans_of_other_samples=others
+        )
+
+    def _search(self, plan_search: PlanSearch, problem: PlanningProblem) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
-        signature = request.signature
-        others = [plan for plan in self._plans_of_other_samples(signature) if _is_plan_of(plan, problem.sized.phases)]
-        previous = self.plans.get(signature)
-        if previous is not None and not _is_plan_of(previous, problem.sized.phases):
-            previous = None
+        signature = plan_search.request.signature
         try:
-            return search(request, problem, previous, others)
+            return search(plan_search, problem)
         except BudgetError as error:
             without = replace(signature, input_grads=(False,) * len(signature.input_grads))
             if without not in self.plans:
@@ -258,18 +223,6 @@ class PlanCache:
                 "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
-
-
-def _is_plan_of(plan: Plan, phases: PhasedGraph) -> bool:
-    """True if a plan runs exactly the operators of a graph."""
-    return {name for segment in plan.segments for name in segment.nodes} == {node.name for node in phases.graph.operators}
-
-
-def _adds_weight_gradients(problem: PlanningProblem) -> bool:
-    """True if a norm is trained and the weight that it is folded into is not: its gradient would need that of the weight."""
-    trained = problem.sized.requires_grad
-    folded = (node for node in problem.sized.graph.operators if node.target == "sft.folded_weight")
-    return any(node.name in trained and node.argument("self").name not in trained for node in folded)
 
 
 def _of_any_samples(signature: CallSignature) -> CallSignature | None:

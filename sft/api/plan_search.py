@@ -22,6 +22,7 @@ smallest one is tried, too: the error names its bytes with the overhead, and a b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -41,10 +42,9 @@ from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
 from sft.planner.measured.fitted_plan import FittedPlan
-from sft.planner.measured.overhead_search import Accepts, OverheadSearch
+from sft.planner.measured.overhead_search import Accepts, OverheadSearch, SlowerPlansError
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
-from sft.planner.plan_builder import plain_flops
 from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, with_remedies
@@ -52,17 +52,14 @@ from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
 from sft.planner.search.transfer import can_transfer, transferred_plan
 from sft.runtime.moves import parse_schedule
-from sft.runtime.whole_segment import WholeSegment
 from sft.torch_runtime.pass_settings import pass_settings
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
-__all__ = ["PlanSearch", "computes_little_again", "first_fitting", "overhead_estimator"]
+__all__ = ["PlanSearch", "first_fitting", "overhead_estimator"]
 
 _Case = TypeVar("_Case")
 _Result = TypeVar("_Result")
-#: FLOPs over plain's of a plan with one more forward pass, and some.
-_MOST_FLOPS = 1.4
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
 #: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
@@ -76,11 +73,13 @@ class PlanSearch:
         request: the kind of call.
         previous: the plan made earlier for this signature, if its programs have been dropped since.
         plans_of_other_samples: plans made for other numbers of samples, in the order of their creation.
+        known_seconds: estimated seconds of a plan of another form of the graph; slower plans are of no use.
     """
 
     request: PlanningRequest
     previous: Plan | None = None
     plans_of_other_samples: Sequence[Plan] = ()
+    known_seconds: float = math.inf
 
     def fit(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits; with optional kernels, where they are faster.
@@ -89,11 +88,16 @@ class PlanSearch:
             BudgetError: none fits.
             InputError: the given plan is for another model.
             UnsupportedError: the weights cannot be streamed.
+            SlowerPlansError: none is faster than the known plan.
         """
         backend = problem.resources.backend
         library = None if backend is None else backend.without_kernels
         if backend is None or library is None:
             return self._fit_host(problem)
+        return replace(self, known_seconds=math.inf)._fit_kernels(problem, backend, library)  # kernels may make any plan the fastest
+
+    def _fit_kernels(self, problem: PlanningProblem, backend: Backend, library: Backend) -> FittedPlan:
+        """Find a plan that fits without optional kernels, and with them; the faster one of both."""
         try:
             fitted = self._fit_host(replace(problem, resources=replace(problem.resources, backend=library)))
         except BudgetError as library_error:
@@ -138,6 +142,7 @@ class PlanSearch:
 
         Raises:
             BudgetError: none fits.
+            SlowerPlansError: none is faster than the known plan.
         """
         return self._fit_overhead(problem, self._remote_estimator(problem) if self._is_for_gpu else None, self._fit_repeats)
 
@@ -155,11 +160,12 @@ class PlanSearch:
         recorded = None
         if estimator is not None and self._may_record_passes(problem):
             recorded = self._fit_recorded(problem, replace(estimator, cuda_graphs="passes"))
-        if recorded is not None and (is_required or _is_untiled(recorded)):
+        if recorded is not None and (is_required or recorded.is_untiled):
             return recorded
+        faster = self if recorded is None else self._below(self._estimated_seconds(recorded))
         try:
-            fitted = self._fit_overhead(problem, estimator, self._fit_weights)
-        except BudgetError:
+            fitted = faster._fit_overhead(problem, estimator, self._fit_weights)
+        except (BudgetError, SlowerPlansError):
             if recorded is None:
                 raise
             return recorded
@@ -175,16 +181,17 @@ class PlanSearch:
         """A plan with recorded passes that fits; ``None`` if there is none."""
         try:
             fitted = self._fit_overhead(problem.with_replays(), estimator, self._fit_weights)
-        except BudgetError:
+        except (BudgetError, SlowerPlansError):
             return None
         return fitted if fitted.projected.projection.records_passes else None
 
     def _estimated_seconds(self, fitted: FittedPlan) -> float:
         """Estimated seconds of a step, to compare plans by."""
-        projection = fitted.projected.projection
-        rates = replace(fitted.problem.resources.rates, replays=projection.records_passes)
+        projection, rates = fitted.projected.projection, fitted.problem.resources.rates
+        # The overhead of a plan says that its passes are recorded, the rates of its problem that they will be.
+        rates = replace(rates, replays=rates.replays or projection.records_passes)
         seconds = project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
-        return seconds if projection.records_passes or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
+        return seconds if rates.replays or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
 
     def _fit_overhead(
         self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem, Accepts], FittedPlan]
@@ -200,6 +207,7 @@ class PlanSearch:
             fit=fit,
             with_overhead=partial(self._with_overhead, estimator),
             seconds=self._estimated_seconds,
+            known_seconds=self.known_seconds,
         )
         return search.run(problem, estimator.least_bytes(problem))
 
@@ -232,6 +240,14 @@ class PlanSearch:
         """Order of plans of several forms of a graph: resident weights first, then the time of a step."""
         seconds = self._estimated_seconds(fitted) if fitted.seconds is None else sum(fitted.seconds)
         return fitted.problem.resources.weights is not None, seconds
+
+    def faster_than(self, fitted: FittedPlan) -> PlanSearch:
+        """The search for plans of another form of the graph that rank before a plan of this one."""
+        is_streamed, seconds = self.rank(fitted)
+        return self if is_streamed or fitted.seconds is not None else self._below(seconds)
+
+    def _below(self, seconds: float) -> PlanSearch:
+        return replace(self, known_seconds=min(self.known_seconds, seconds))
 
     def select_algorithms(self, fitted: FittedPlan) -> None:
         """Let libraries select their algorithms for a plan, before the memory of its steps is reserved."""
@@ -350,7 +366,7 @@ class PlanSearch:
                 plan = transferred_plan(problem, other, settings.options, room_bytes, partial(accepts, problem))
                 if plan is not None:
                     fitted = FittedPlan(problem, plan)
-                    return fitted if _is_untiled(fitted) else replace(fitted, transferred_from=other.input_shapes)
+                    return fitted if fitted.is_untiled else replace(fitted, transferred_from=other.input_shapes)
         return None
 
     def _materialize(self, problem: PlanningProblem, plan: Plan | None) -> FittedPlan | None:
@@ -420,17 +436,3 @@ def first_fitting(fit: Callable[[_Case], _Result], cases: Iterable[_Case]) -> _R
         except BudgetError as error:
             errors.append(error)
     raise min(errors, key=lambda error: error.needed_bytes)
-
-
-def computes_little_again(fitted: FittedPlan) -> bool:
-    """True if a plan has all on the device, and computes no more than one more forward pass."""
-    projection = fitted.projected.projection
-    is_resident = fitted.problem.resources.weights is None and not projection.host_bytes
-    return is_resident and projection.flops <= _MOST_FLOPS * plain_flops(fitted.problem)
-
-
-def _is_untiled(fitted: FittedPlan) -> bool:
-    """True if a plan has no strips or chunks, and computes nothing again."""
-    region = fitted.projected.region
-    is_whole = all(isinstance(segment, WholeSegment) for segment in region.segments)
-    return is_whole and len(region.schedule) == 2 * len(region.segments) + 1

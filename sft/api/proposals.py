@@ -16,7 +16,7 @@ from torch import nn
 
 from sft.api.call_signature import CallSignature
 from sft.api.plan_cache import PlanCache
-from sft.api.plan_search import PlanSearch, computes_little_again
+from sft.api.plan_search import PlanSearch
 from sft.common.errors import BudgetError, SftError
 from sft.common.process_lock import patch_lock
 from sft.planner.measured.fitted_plan import FittedPlan
@@ -116,7 +116,7 @@ class _Attempts:
             try:
                 streamed = search.with_streamed_weights(changed) if "weights" in changes else changed
                 fitting.append(search.fit_projected(streamed))
-                if computes_little_again(fitting[-1]):
+                if fitting[-1].computes_little_again:
                     break
             except BudgetError as error:
                 needed.append(error.needed_bytes)

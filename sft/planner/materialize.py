@@ -44,7 +44,7 @@ class ProjectedPlan:
 
 
 def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:
-    """Build the region of these decisions and project it.
+    """Build the region of these decisions and project it, once for a problem: searches in several rooms propose the same decisions.
 
     If weights are streamed and no order is given, untiled segments are split into stages.
 
@@ -53,6 +53,11 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
     """
     if problem.resources.weights is not None and order is None:
         choices = split_into_stages(problem, choices)
+    decisions = tuple(choices)
+    return problem.memo.memoize(("projected plan", decisions, order), lambda: _project(problem, decisions, order))
+
+
+def _project(problem: PlanningProblem, choices: tuple[SegmentChoice, ...], order: SegmentSchedule | None) -> ProjectedPlan:
     region = replace(build_region(problem, choices), custom_schedule=order)
     if any(move.is_copy for move in region.schedule):
         region = region.without_skipping()
@@ -65,7 +70,7 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
         )
     if copy_error is not None:
         raise InputError(f"the plan's order cannot run: {copy_error}; make a new one with sft.plan(...)")
-    return ProjectedPlan(tuple(choices), region, project_step(problem, region))
+    return ProjectedPlan(choices, region, project_step(problem, region))
 
 
 def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:
@@ -82,7 +87,7 @@ def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]
 
 def _stage_groups(problem: PlanningProblem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
     # The stages do not depend on the rates.
-    staged = problem.memo.memoize("stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu")))
+    staged = StagedModel.of(problem, DeviceRates("cpu"))
     stages_with_updates = (group for pair in zip(staged.stages, staged.buffer_updates, strict=True) for group in pair)
     inside = set(choice.nodes)
     for group in (problem.sized.phases.prologue, *stages_with_updates):

@@ -115,7 +115,7 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
 def _published_plan(problem: PlanningProblem, budget_bytes: int, options: Options, rates: DeviceRates) -> ProjectedPlan:
     """The plan of a published schedule, by name."""
     room_bytes = budget_bytes - problem.resources.occupied_bytes
-    staged = StagedModel(problem, rates)
+    staged = StagedModel.of(problem, rates)
     if not problem.sized.training or len(staged.stages) < 2:  # no stage to recompute
         plan = materialize(problem, staged.choices)
         fits = plan.projection.peak_bytes <= room_bytes

@@ -69,6 +69,13 @@ class StagedModel:
                 updates[stage_of[name]].append(name)
         self.buffer_updates = tuple(map(tuple, updates))
 
+    @classmethod
+    def of(cls, problem: PlanningProblem, rates: DeviceRates) -> StagedModel:
+        """The stages of a problem at these rates, which its searches share; those with another host budget have other stages, whose
+        schedules it limits.
+        """
+        return problem.memo.memoize(("stages", rates, problem.resources.host_budget_bytes), lambda: cls(problem, rates))
+
     @cached_property
     def choices(self) -> tuple[SegmentChoice, ...]:
         """All segments: the prologue, then each stage and its buffer updates."""

@@ -14,6 +14,7 @@ from sft.api.capture_cache import CaptureCache, CapturedModel, SpecializedModel,
 from sft.api.inputs import InputSpec
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, search
 from sft.api.plan_cache import PlanCache
+from sft.api.plan_search import PlanSearch
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.module_snapshot import ModuleSnapshot
@@ -110,12 +111,15 @@ def test_the_search_fits_the_budget_or_names_the_smallest() -> None:
     signature = _signature(model)
     ample, tight = _settings("64MiB"), _settings("256KiB")
     problem = _problem(model, signature, ample)
-    plain, tiled = (search(PlanningRequest(model=model, signature=signature, settings=settings), problem) for settings in (ample, tight))
+    plain, tiled = (
+        search(PlanSearch(request=PlanningRequest(model=model, signature=signature, settings=settings)), problem)
+        for settings in (ample, tight)
+    )
     assert isinstance(plain, FittedPlan) and plain.seconds is None
     assert tiled.problem.resources.resident_bytes + tiled.projected.projection.peak_bytes <= tight.budget_bytes
     assert tiled.projected.projection.peak_bytes < plain.projected.projection.peak_bytes
     with pytest.raises(sft.BudgetError) as refusal:
-        search(PlanningRequest(model=model, signature=signature, settings=_settings("10KiB")), problem)
+        search(PlanSearch(request=PlanningRequest(model=model, signature=signature, settings=_settings("10KiB"))), problem)
     assert refusal.value.needed_bytes > sft.parse_bytes("10KiB")
 
 
@@ -124,13 +128,13 @@ def test_the_search_takes_the_previous_plan_without_planning(monkeypatch: pytest
     request = PlanningRequest(model=model, signature=_signature(model), settings=_settings())
     specialized = _specialized(model, request.signature)
     problem = build_problem(request, specialized)
-    plan = prepare(request, search(request, problem), specialized).plan
+    plan = prepare(request, search(PlanSearch(request=request), problem), specialized).plan
 
     def planned(*_: object) -> None:
         raise AssertionError("planned again")
 
     monkeypatch.setattr("sft.api.plan_search.plan_segments", planned)
-    again = search(request, problem, previous=plan)
+    again = search(PlanSearch(request=request, previous=plan), problem)
     assert prepare(request, again, specialized).plan == plan
 
 
@@ -138,7 +142,7 @@ def test_a_timed_search_measures_each_operation_of_the_schedule() -> None:
     model = _model()
     request = PlanningRequest(model=model, signature=_signature(model), settings=_settings(profile="measure"))
     specialized = _specialized(model, request.signature)
-    fitted = search(request, build_problem(request, specialized))
+    fitted = search(PlanSearch(request=request), build_problem(request, specialized))
     assert fitted.seconds is not None and len(fitted.seconds) == len(fitted.projected.region.schedule)
     plan = prepare(request, fitted, specialized).plan
     assert plan.projected_seconds is not None and plan.projected_seconds > 0
@@ -149,7 +153,7 @@ def test_the_stages_make_the_plan_of_the_public_function() -> None:
     request = PlanningRequest(model=model, signature=_signature(model), settings=_settings())
     with planning_context(request):
         specialized = _specialized(model, request.signature)
-        prepared = prepare(request, search(request, build_problem(request, specialized)), specialized)
+        prepared = prepare(request, search(PlanSearch(request=request), build_problem(request, specialized)), specialized)
     assert isinstance(prepared, PreparedPlan) and prepared.retain_check is not None and prepared.resources.graphs is None
     assert prepared.plan.to_json() == sft.plan(model, _SHAPE, budget="4MiB").to_json()
 

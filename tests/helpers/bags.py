@@ -49,7 +49,7 @@ def take_windows(
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         assert has_window_runs(search._problem), "the model has no windows"
         grid = next(auto.candidate_grids(search._problem, Options(), DeviceRates("cpu")))
-        plans, strips = WindowPlans(grid, DeviceRates("cpu")), min(height, len(grid.axes.strip_rows) - 1)
+        plans, strips = WindowPlans(search._problem, grid, DeviceRates("cpu")), min(height, len(grid.axes.strip_rows) - 1)
         plan = plans.plan(num_windows, strips, 0, num_checkpoints, repeats=repeats)
         gaps = [gap for each in idle_gaps(plan.region).values() for gap in each]
         if copies == "none" or not gaps:

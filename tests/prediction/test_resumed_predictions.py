@@ -21,6 +21,7 @@ from sft.api.capture_cache import capture_model
 from sft.api.inputs import InputSpec
 from sft.api.outputs import OutputDestination
 from sft.api.pipeline import search
+from sft.api.plan_search import PlanSearch
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.atomic_files import lock_file
@@ -352,7 +353,7 @@ def test_a_resumed_prediction_reserves_no_more_on_a_simulated_device(name: str, 
         specialized = capture_model(model, signature).specialize(signature.shapes)
         assert specialized is not None
         request = PlanningRequest(model=model, signature=signature, settings=settings)
-        fitted = search(request, build_problem(request, specialized))
+        fitted = search(PlanSearch(request=request), build_problem(request, specialized))
 
     problem, allocator = fitted.problem, AllocatorSettings()
     projected = OverheadEstimator(device=None, allocator=allocator).with_overhead(problem, fitted.projected)

@@ -139,7 +139,7 @@ class RunSampler:
             self.tiling.num_stored_sweeps,
             heights,
             tuple(self.policies),
-            self.rates,
+            self.rates.device_type,
         )
         return replace(problem.memo.memoize(key, lambda: self._interpolate(names, cuts, forward_flops, flops)), names=names)
 
@@ -184,7 +184,15 @@ class RunSampler:
     def _memoized_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
-        key = ("sample", structural_run_key(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
+        key = (
+            "sample",
+            structural_run_key(problem, names, any_size=False),
+            tuple(cuts),
+            choice,
+            strip_rows,
+            tuple(self.policies),
+            self.rates.device_type,
+        )
         return problem.memo.memoize(key, lambda: self._lower_sample(names, cuts, strip_rows))
 
     def _lower_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:

@@ -12,9 +12,14 @@ from dataclasses import dataclass, replace
 
 from sft.lower.context import Backend
 from sft.planner.materialize import ProjectedPlan, materialize
+from sft.planner.plan_builder import plain_flops
 from sft.planner.problem import PlanningProblem
+from sft.runtime.whole_segment import WholeSegment
 
 __all__ = ["FittedPlan"]
+
+#: FLOPs over plain's of a plan with one more forward pass, and some.
+_MOST_FLOPS = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,20 @@ class FittedPlan:
         """The smallest budget that the plan fits."""
         projection = self.projected.projection
         return self.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
+
+    @property
+    def computes_little_again(self) -> bool:
+        """True if the plan has all on the device, and computes no more than one more forward pass."""
+        projection = self.projected.projection
+        is_resident = self.problem.resources.weights is None and not projection.host_bytes
+        return is_resident and projection.flops <= _MOST_FLOPS * plain_flops(self.problem)
+
+    @property
+    def is_untiled(self) -> bool:
+        """True if the plan has no strips or chunks, and computes nothing again."""
+        region = self.projected.region
+        is_whole = all(isinstance(segment, WholeSegment) for segment in region.segments)
+        return is_whole and len(region.schedule) == 2 * len(region.segments) + 1
 
     def with_backend(self, backend: Backend) -> FittedPlan:
         """The plan with the same segments, schedule and placements, and with programs of another backend; its overhead is unknown."""

@@ -4,6 +4,9 @@ If no plan that fits by its projection also fits with its overhead, the search i
 overhead of these plans, as others may have less. The same holds if only a much slower plan fits. For example, the fastest plan takes
 36 ms and 356 MiB of 350, and the fastest one that fits 90 ms: in 15 MiB less, the search has another one of 37 ms.
 
+A search ends where its fastest plan by the projection takes as long as a known one, of this search or of another one: a smaller room has no
+faster plan. Nothing is simulated then.
+
 A room between that of a plan that fits and the last one without any may have a faster plan, so two such rooms are tried.
 
 In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
@@ -11,6 +14,7 @@ In the end the smallest plan is tried, which does not depend on the budget. So a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +25,7 @@ from sft.planner.planner import SmallestPlanError
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import with_remedies
 
-__all__ = ["Accepts", "OverheadSearch"]
+__all__ = ["Accepts", "OverheadSearch", "SlowerPlansError"]
 
 #: Condition on a plan for a problem.
 Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
@@ -34,6 +38,10 @@ _NUM_REFINEMENTS = 2
 _NEAR_FASTEST = 1.1
 
 
+class SlowerPlansError(Exception):
+    """No plan is faster than a known one; internal."""
+
+
 @dataclass(slots=True, kw_only=True)
 class OverheadSearch:
     """Search for a plan that fits with its overhead.
@@ -44,14 +52,17 @@ class OverheadSearch:
             their time.
         with_overhead: adds the overhead to the projection of a plan.
         seconds: estimated seconds of a plan, to compare plans by.
+        known_seconds: seconds of a plan of another search; slower plans are of no use.
     """
 
     budget_bytes: int
     fit: Callable[[PlanningProblem, Accepts], FittedPlan]
     with_overhead: Callable[[FittedPlan], FittedPlan]
     seconds: Callable[[FittedPlan], float]
+    known_seconds: float = math.inf
     _measured: dict[int, tuple[ProjectedPlan, FittedPlan]] = field(default_factory=dict)  # by id; the reference keeps it unique
     _seen: list[FittedPlan] = field(default_factory=list)
+    _limit_seconds: float = math.inf
 
     def run(self, problem: PlanningProblem, overhead_bytes: int) -> FittedPlan:
         """Find a plan.
@@ -62,13 +73,19 @@ class OverheadSearch:
 
         Raises:
             BudgetError: none fits.
+            SlowerPlansError: none is faster than the known plan.
         """
         best: FittedPlan | None = None
         refused_bytes = overhead_bytes
         while True:
             num_measured = len(self._measured)
             try:
-                fitted = self._fit(problem, overhead_bytes)
+                limit_seconds = self.known_seconds if best is None else min(self.known_seconds, self.seconds(best))
+                fitted = self._fit(problem, overhead_bytes, limit_seconds)
+            except SlowerPlansError:
+                if best is None:
+                    raise
+                return best
             except BudgetError as error:
                 if best is not None:
                     return best
@@ -76,8 +93,6 @@ class OverheadSearch:
                     return self._smallest(error)
                 raise
             fastest = self._seen[0] if self._seen else fitted
-            if best is not None and self.seconds(fastest) >= self.seconds(best):
-                return best
             if self._fits(fitted):
                 best = fitted if best is None else min(best, fitted, key=self.seconds)
                 if self.seconds(best) <= _NEAR_FASTEST * self.seconds(fastest):
@@ -88,9 +103,14 @@ class OverheadSearch:
             step_bytes = max(overhead_bytes // 8 + 1, (self.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
             overhead_bytes = max(min(least_bytes, overhead_bytes + step_bytes), overhead_bytes + overhead_bytes // 8 + 1)
 
-    def _fit(self, problem: PlanningProblem, overhead_bytes: int) -> FittedPlan:
-        """The plan of one search with this overhead."""
+    def _fit(self, problem: PlanningProblem, overhead_bytes: int, limit_seconds: float = math.inf) -> FittedPlan:
+        """The plan of one search with this overhead.
+
+        Raises:
+            SlowerPlansError: its fastest plan takes as long as the limit.
+        """
         self._seen.clear()
+        self._limit_seconds = limit_seconds
         return self._measure(self.fit(problem.with_overhead(overhead_bytes), self._fits_measured))
 
     def _refined(self, problem: PlanningProblem, best: FittedPlan, refused_bytes: int, overhead_bytes: int) -> FittedPlan:
@@ -105,7 +125,13 @@ class OverheadSearch:
         return best
 
     def _fits_measured(self, problem: PlanningProblem, plan: ProjectedPlan) -> bool:
-        """True if a plan fits with its overhead; the plans of a search are noted."""
+        """True if a plan fits with its overhead; the plans of a search are noted.
+
+        Raises:
+            SlowerPlansError: the plan is the first one, so the fastest, and takes as long as the limit.
+        """
+        if not self._seen and self.seconds(FittedPlan(problem, plan)) >= self._limit_seconds:
+            raise SlowerPlansError
         self._seen.append(self._measure(FittedPlan(problem, plan)))
         return self._fits(self._seen[-1])
 

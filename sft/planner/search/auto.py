@@ -224,7 +224,7 @@ class AutoSearch:
             return
         for number, grid in enumerate(grids):
             if number == len(self._known_streaming_grids):
-                streaming = CandidateGrid(problem, options, self._rates, grid.num_panels, restart=grid.is_restarting, streams=True)
+                streaming = CandidateGrid.of(problem, options, self._rates, grid.num_panels, restart=grid.is_restarting, streams=True)
                 self._known_streaming_grids.append(streaming)
             yield self._known_streaming_grids[number]
 
@@ -249,11 +249,13 @@ class AutoSearch:
         """Plans that take some rows of windows at a time; ``None`` if options or the model exclude them."""
         options = self._options
         is_constrained = not self._may_tile or options.state_every is not None or options.state_slots is not None or options.batch_tile
-        return None if is_constrained or not has_window_runs(self._problem) else WindowPlans(next(self._grids()), self._rates)
+        return (
+            None if is_constrained or not has_window_runs(self._problem) else WindowPlans(self._problem, next(self._grids()), self._rates)
+        )
 
     @cached_property
     def _staged(self) -> StagedModel:
-        return StagedModel(self._problem, self._rates)
+        return StagedModel.of(self._problem, self._rates)
 
 
 def _smallest_plan(plans: Sequence[ProjectedPlan]) -> ProjectedPlan:
@@ -343,8 +345,8 @@ def candidate_grids(problem: PlanningProblem, options: Options, rates: DeviceRat
     num_panels = 1
     while True:
         if num_panels > 1 and options.halo != "recompute":
-            yield CandidateGrid(problem, options, rates, num_panels, restart=False)
-        grid = CandidateGrid(problem, options, rates, num_panels)
+            yield CandidateGrid.of(problem, options, rates, num_panels, restart=False)
+        grid = CandidateGrid.of(problem, options, rates, num_panels)
         yield grid
         smallest = float(grid.estimates.peak_bytes.min())
         if options.tile is not None or options.strategy == "none" or smallest > problem.limits.panel_bytes_share * min_bytes:

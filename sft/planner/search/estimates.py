@@ -183,7 +183,7 @@ def _parameter_grad_bytes(problem: PlanningProblem, order: Sequence[str]) -> int
 
 
 def _untiled_costs(problem: PlanningProblem, rates: DeviceRates, cut_at: tuple[int, ...]) -> UntiledCosts:
-    return problem.memo.memoize(("untiled costs", cut_at, rates), lambda: _compute_untiled_costs(problem, rates, cut_at))
+    return problem.memo.memoize(("untiled costs", cut_at, rates.device_type), lambda: _compute_untiled_costs(problem, rates, cut_at))
 
 
 def _compute_untiled_costs(problem: PlanningProblem, rates: DeviceRates, cut_at: tuple[int, ...]) -> UntiledCosts:

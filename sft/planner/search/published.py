@@ -93,7 +93,11 @@ def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Itera
 
 
 def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
-    """The solver's schedule of least memory, with an unlimited host."""
+    """The solver's schedule of least memory, with an unlimited host; once for a problem."""
+    return staged.problem.memo.memoize(("smallest schedule", name, staged.rates), lambda: _smallest_schedule(staged, name))
+
+
+def _smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
     link = staged.problem.resources.link
     try:
         schedule = get_solver(name)(staged.chain, budget_bytes=1, link=link)

@@ -10,7 +10,7 @@ strips instead of full cuts, and adds the link time. Costs are counted in FLOPs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,24 @@ class CandidateGrid:
         self.tiling = Tiling.of(problem, options, num_panels, restart=restart)
         self.axes = _grid_axes(problem, options, self.tiling, self._rates)
         self.estimates = estimate_candidates(problem, self.tiling, self._rates, self.axes, streams=streams)
+
+    @classmethod
+    def of(
+        cls,
+        problem: PlanningProblem,
+        options: Options,
+        rates: DeviceRates,
+        num_panels: int = 1,
+        *,
+        restart: bool = True,
+        streams: bool = False,
+    ) -> CandidateGrid:
+        """The grid of a problem, which its searches share: those in other rooms, in other host memory, and with replayed passes, whose
+        kernels are the same.
+        """
+        rates = replace(rates, replays=False)
+        key = ("candidate grid", options, rates, num_panels, restart, streams)
+        return problem.memo.memoize(key, lambda: cls(problem, options, rates, num_panels, restart=restart, streams=streams))
 
     def head(self, position: int) -> tuple[str, ...]:
         """Operators before a position, including untiled ones between tiled runs."""

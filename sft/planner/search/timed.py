@@ -51,7 +51,7 @@ def _candidate_plans(problem: PlanningProblem, room_bytes: int, budget_bytes: in
     if options.halo == "recompute":
         return
     if problem.sized.training:
-        staged = StagedModel(problem, rates)
+        staged = StagedModel.of(problem, rates)
         if len(staged.stages) > 1:
             yield from (plan for _, plan in published_plans(staged, room_bytes))
     if options.halo == "auto":

@@ -56,12 +56,13 @@ class WindowPlans:
     """Plans that take some rows of windows at a time.
 
     Args:
+        problem: the planning problem.
         grid: candidates for the tiled segments: strip heights and state policies.
         rates: rates of programs.
     """
 
-    def __init__(self, grid: CandidateGrid, rates: DeviceRates) -> None:
-        self._problem, self._grid, self._rates = grid.problem, grid, rates
+    def __init__(self, problem: PlanningProblem, grid: CandidateGrid, rates: DeviceRates) -> None:
+        self._problem, self._grid, self._rates = problem, grid, rates
         self._plans: dict[tuple[int, int, int, int, bool], ProjectedPlan] = {}
         stages = [stage for windows in self._problem.sized.window_runs.values() for stage in windows.stages]
         self._num_windows = max(stage.num_windows for stage in stages)

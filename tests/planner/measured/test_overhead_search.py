@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sft.common.errors import BudgetError
 from sft.planner.measured.fitted_plan import FittedPlan
-from sft.planner.measured.overhead_search import Accepts, OverheadSearch
+from sft.planner.measured.overhead_search import Accepts, OverheadSearch, SlowerPlansError
 
 _BUDGET_BYTES = 1000
 
@@ -52,11 +56,15 @@ class _Planner:
     Attributes:
         plans: all plans.
         num_proposed: number of plans of one search.
+        known_seconds: seconds of a plan of another search.
         rooms: rooms of the searches.
+        num_measured: number of plans of which the overhead was determined.
     """
 
     plans: list[_Plan]
     num_proposed: int = 2
+    known_seconds: float = math.inf
+    num_measured: int = 0
     rooms: list[int] = field(default_factory=list)
 
     def fit(self, problem: Any, accepts: Accepts) -> FittedPlan:
@@ -73,13 +81,16 @@ class _Planner:
     def search(self) -> _Plan:
         def with_overhead(fitted: Any) -> FittedPlan:
             plan = fitted.projected
+            self.num_measured += 1
             projection = replace(plan.projection, overhead_bytes=plan.own_overhead_bytes)
             return cast("FittedPlan", replace(fitted, projected=replace(plan, projection=projection)))
 
         def seconds(fitted: Any) -> float:
             return cast("float", fitted.projected.seconds)
 
-        search = OverheadSearch(budget_bytes=_BUDGET_BYTES, fit=self.fit, with_overhead=with_overhead, seconds=seconds)
+        search = OverheadSearch(
+            budget_bytes=_BUDGET_BYTES, fit=self.fit, with_overhead=with_overhead, seconds=seconds, known_seconds=self.known_seconds
+        )
         fitted: Any = search.run(cast("Any", _Problem()), 0)
         return cast("_Plan", replace(fitted.projected, projection=replace(fitted.projected.projection, overhead_bytes=0)))
 
@@ -121,3 +132,39 @@ def test_rooms_between_a_refused_one_and_an_accepted_one_are_tried() -> None:
 def test_no_plan_fits() -> None:
     with pytest.raises(BudgetError, match="no plan"):
         _Planner([_plan(960, 100, 36.0), _plan(950, 80, 90.0)]).search()
+
+
+def test_nothing_is_measured_where_the_fastest_plan_is_no_faster_than_a_known_one() -> None:
+    planner = _Planner([_plan(960, 100, 36.0), _plan(950, 20, 90.0), _plan(920, 50, 37.0)], known_seconds=36.0)
+    with pytest.raises(SlowerPlansError):
+        planner.search()
+    assert planner.rooms == [_BUDGET_BYTES] and planner.num_measured == 0
+
+
+@given(
+    st.lists(st.builds(_plan, st.integers(500, 1000), st.integers(0, 200), st.integers(10, 99).map(float)), max_size=8),
+    st.integers(1, 3),
+    st.integers(10, 99),
+)
+def test_a_known_plan_changes_no_plan_that_is_faster(plans: list[_Plan], num_proposed: int, known_seconds: int) -> None:
+    """Where smaller rooms have no faster plans, as more bytes save time."""
+    plans = sorted({plan.projection.peak_bytes: plan for plan in plans}.values(), key=lambda plan: plan.projection.peak_bytes)
+    slower = sorted((plan.seconds for plan in plans), reverse=True)
+    plans = [replace(plan, seconds=seconds) for plan, seconds in zip(plans, slower, strict=True)]
+    try:
+        best = _Planner(plans, num_proposed=num_proposed).search()
+    except BudgetError:
+        return
+    bounded = _Planner(plans, num_proposed=num_proposed, known_seconds=float(known_seconds))
+    if best.seconds < known_seconds:
+        assert bounded.search() == best
+    else:
+        with contextlib.suppress(SlowerPlansError):
+            assert bounded.search().seconds >= known_seconds
+
+
+def test_the_plans_of_a_smaller_room_are_not_measured_if_they_are_slower() -> None:
+    slow = _plan(950, 20, 90.0)
+    planner = _Planner([_plan(960, 100, 36.0), slow, _plan(900, 0, 90.0), _plan(890, 0, 95.0)])
+    assert planner.search() == slow
+    assert planner.num_measured == 2

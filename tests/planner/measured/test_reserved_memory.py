@@ -16,6 +16,7 @@ from sft.api.call_signature import signature_of
 from sft.api.capture_cache import capture_model
 from sft.api.inputs import InputSpec
 from sft.api.pipeline import search
+from sft.api.plan_search import PlanSearch
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.interval import Interval
@@ -42,7 +43,7 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
     specialized = capture_model(model, signature).specialize(signature.shapes)
     assert specialized is not None
     request = PlanningRequest(model=model, signature=signature, settings=settings)
-    return search(request, build_problem(request, specialized))
+    return search(PlanSearch(request=request), build_problem(request, specialized))
 
 
 class _NoMemory(dict[Any, Any]):

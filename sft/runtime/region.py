@@ -69,13 +69,18 @@ class Region:
         writes: for each segment the values that later segments or the caller read.
         shapes: shape of every value for this input.
         dtypes: element type of every value (``torch.dtype``).
-        grad_dtypes: element type in which its gradient is accumulated; a parameter's gradient is rounded to the parameter's type at the
-        end. requires_grad: values that need a gradient. outputs: the model's outputs, each once. contiguous: outputs in channels-first
-        layout. from_source: inputs that are read while sweeps run; their buffers are sources, their gradients are added to sinks.
-        host_outputs: outputs on the host, with their gradients. streamed: cuts on the host, with their gradients. direct: members of
-        ``streamed`` in page-locked memory, of which a strip is one block of bytes for each sample. custom_schedule:
-        schedule of a step with a backward pass; ``None`` for the default one. A segment with outputs that leave strip by strip runs
-        forward once. weights: the streamed parameters; ``None`` if all are resident.
+        grad_dtypes: element type in which its gradient is accumulated; a parameter's gradient is rounded to the parameter's type
+            at the end.
+        requires_grad: values that need a gradient.
+        outputs: the model's outputs, each once.
+        contiguous: outputs in channels-first layout.
+        from_source: inputs that are read while sweeps run; their buffers are sources, their gradients are added to sinks.
+        host_outputs: outputs on the host, with their gradients.
+        streamed: cuts on the host, with their gradients.
+        direct: members of ``streamed`` in page-locked memory, of which a strip is one block of bytes for each sample.
+        custom_schedule: schedule of a step with a backward pass; ``None`` for the default one. A segment with outputs that leave strip by
+            strip runs forward once.
+        weights: the streamed parameters; ``None`` if all are resident.
     """
 
     graph: Graph

@@ -389,7 +389,7 @@ def _clear_frames(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _quiesce_on_error(offloader: HostOffloader | None) -> Iterator[None]:
-    """If a pass fails, wait for copies under way before their buffers are freed."""
+    """Wait for copies under way after a failed pass, before their buffers are freed."""
     try:
         yield
     except BaseException:

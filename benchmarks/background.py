@@ -1,12 +1,12 @@
 """A training step on a masked slide, with strips of background left out (``sft.Options(skip_repeats=True)``) and with all of them run.
 
-The region of a slide in ``examples/data``, made smaller, lies in the middle of an empty slide. Its tissue is found, and everything else is
-painted in one colour, as ``python -m sft.wsi`` with ``data.tissue: mask`` does. The network is the stem and the first two stages of
-ResNet-18 with frozen norm statistics, a mean and a linear layer: what must be constant above a strip for it to be left out is its receptive
-field, a few hundredths of the slide's height, as that of all of ResNet-18 is on a slide of 20,000 px.
+The region of a slide in ``examples/data``, made smaller, lies in the middle of an empty slide. A tissue mask is computed, and everything
+else is painted in one colour, as ``python -m sft.wsi`` with ``data.tissue: mask`` does. The network is the stem and the first two stages of
+ResNet-18 with frozen norm statistics, a mean and a linear layer. A strip is skipped if its receptive field is constant: a few hundredths of
+the slide's height here, as for all of ResNet-18 on a slide of 20,000 px.
 
-The saving is a number of FLOPs; seconds are those of the two ways, one right after the other, and only their ratio counts. First the step
-is taken in float64 on a smaller slide of the same kind, against plain PyTorch.
+The saving is a number of FLOPs. Both variants are timed in turns, and only the ratio of their seconds counts. First a step in float64 on a
+smaller slide of the same kind is compared with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 #: Between two orders of summation in float32.
 TOLERANCE_SINGLE = 1e-4
-#: Of the slide's height the share that the region takes, at most.
+#: Largest share of the slide's height that the region takes.
 SHARE = 0.75
 HEADERS = (
     "strips x panel",
@@ -100,7 +100,7 @@ class SkipResult:
 
     @property
     def is_good(self) -> bool:
-        """Whether the step is exact, within its bytes, and less than what was planned."""
+        """True if the step is exact, stays within the projected bytes, and takes fewer FLOPs than planned."""
         is_less = self.skipped_flops > 0 and self.plain_skipped > 0
         is_same = self.plain_error <= TOLERANCE and self.error <= TOLERANCE_SINGLE
         return is_same and is_less and self.measured_peak_bytes <= self.projected_peak_bytes
@@ -152,7 +152,7 @@ def checked(case: Case) -> tuple[float, int]:
 
 
 def measured(case: Case) -> SkipResult:
-    """Both ways in turn; call it in a process of its own."""
+    """Measurements of both variants, in turns; call it in a process of its own."""
     torch.set_num_threads(case.threads)
     plain_error, plain_skipped = checked(case)
     source, share = slide_of(case.height, case.width, torch.float32)
@@ -217,7 +217,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the benchmark; 1 when a step is not exact, or nothing was left out."""
     args = parse_arguments()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin burn what others need
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take processor time from other processes
     console, stem = Console(), result_stem(args.out, "background")
     rows, results, is_good, share, worst = [], [], True, 0.0, 0.0
     for columns in (None, args.panel):

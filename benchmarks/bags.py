@@ -7,8 +7,8 @@ tiles cut inside the model, and windows. Bytes are above the weights, new gradie
 `sft.measure_peak`, others projected.
 
 The last case is a ViT-S/14 (shape of DINOv2, random weights) with low-rank adapters of rank 8 on 4,096 tiles of 224 px, in 2 GiB: it is
-planned. Its frozen weights have no gradients, so that plain PyTorch takes the FLOPs of two forward passes, and one recomputation half as
-many again. On 128 tiles it runs, and its gradients are compared with those of checkpointing, which computes the function of plain PyTorch.
+planned. Its frozen weights have no gradients, so plain PyTorch takes the FLOPs of two forward passes. One recomputation takes half as many
+again. On 128 tiles it runs, and its gradients are compared with those of checkpointing, which computes the function of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import sft
 
-#: Tiles of which features are made at a time.
+#: Tiles in one forward pass of the encoder that makes features.
 _FEATURE_TILES = 16
 #: Least scale of the error of a gradient, as a share of the largest gradient.
 _SMALLEST_SHARE = 1e-3
@@ -261,7 +261,7 @@ def measure_adapters(num_tiles: int, compared_tiles: int, budget: str) -> Adapte
         for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True)
         if ours.grad is not None and theirs.grad is not None
     ]
-    # The bias of a score before the softmax over tiles has the gradient 0, which rounding alone changes.
+    # The bias of a score before the softmax over tiles has gradient 0: its computed value is rounding error.
     least = _SMALLEST_SHARE * max(float(theirs.abs().max()) for _, theirs in grads)
     errors = [float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), least) for ours, theirs in grads]
     expected = expected.detach()

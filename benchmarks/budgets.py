@@ -125,7 +125,7 @@ def start_budget(case: BudgetCase) -> Steps:
 
 
 def time_records(records: Sequence[BudgetRecord], num_rounds: int, num_seconds: float) -> None:
-    """Rounds in which all cases take turns, the first of them another one each time."""
+    """Rounds in which all cases take turns; each round begins with another case."""
     deadline = time.monotonic() + num_seconds
     with ExitStack() as stack:
         workers = [stack.enter_context(StepWorker(record.case, start_budget)) for record in records]

@@ -1,8 +1,8 @@
-"""Depth and parameters beyond a device's memory: one training step each of very deep ResNets, and of a GPT whose parameters do not fit.
+"""Depth and parameters beyond a device's memory: training steps of very deep ResNets, and of a GPT with parameters that exceed the budget.
 
-The ResNets run under one budget, whatever their depth. What is checked: what was metered is what was projected and within the budget,
-the number of forwards is Griewank and Walther's closed form, and (on a short one) the bits are those of plain PyTorch. The GPT has many
-times the parameters that its budget could hold; its first steps are compared with plain PyTorch's from the same weights.
+The ResNets of all depths run under one budget. Checks: the metered bytes equal the projected ones and are within the budget; the number of
+forwards is Griewank and Walther's closed form; a short ResNet has the bits of plain PyTorch. The GPT has many times the parameters that its
+budget could hold; its first steps are compared with plain PyTorch's from the same weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sft.solvers.simple import num_advances
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """A step of a ResNet.
+    """Measured step of a ResNet.
 
     Attributes:
         layers: its depth.
         slots: activations that are stored at once.
         forwards: of blocks, in the step.
-        closed_form: how many there must be.
+        closed_form: forwards by Griewank and Walther's formula.
         projected_bytes: of the repeated blocks, before the step ran.
         step_bytes: metered in the whole step, with the first layer, the classifier, the loss and the update of these.
         store_bytes: weights, state and running statistics in the host's memory, two generations of each.
@@ -98,15 +98,15 @@ DEPTH_HEADERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wide:
-    """Steps of a GPT whose parameters do not fit.
+    """Measured steps of a GPT with parameters that exceed the budget.
 
     Attributes:
         blocks: its depth.
         parameter_bytes: of its blocks.
         budget_bytes: for its blocks on the device: activations, windows of weights and state.
         step_bytes: metered in a whole step.
-        same_losses: whether the losses are those of plain PyTorch, bit for bit.
-        same_weights: whether the weights are, after the last step.
+        same_losses: true if the losses are those of plain PyTorch, bit for bit.
+        same_weights: true if the weights are, after the last step.
         losses: of the steps.
         step_seconds: the mean of the steps, on a processor.
         plain_seconds: the same of plain PyTorch, everything in memory.
@@ -293,7 +293,7 @@ def main() -> int:
     wide = measure_wide(args)
     depths: list[Depth] = []
     report(args, wide, depths, console)
-    for layers in args.layers:  # the longest takes most of the time: what is known before is written before
+    for layers in args.layers:  # the longest case takes most of the time, so earlier results are saved first
         depths.append(measure_depth(layers, args))
         report(args, wide, depths, console)
     is_exact = wide.same_losses and wide.same_weights and wide.step_bytes <= wide.budget_bytes + 2**20

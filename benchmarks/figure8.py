@@ -1,11 +1,11 @@
-"""The set-up of figure 8 of the SFT paper (Xu et al., CC 2022): its tiles beside our strips and plain PyTorch.
+"""The set-up of figure 8 of the SFT paper (Xu et al., CC 2022): its tiles, our strips and plain PyTorch.
 
 VGG-16, VGG-19 and DarkNet-19 bodies, one image of batch 1 in float32, mean squared error, square sizes from 512 to 20,480. The paper's
 method (`strategy="sft"`) runs with 2^n x 2^n tiles, n = 1..5, and the best counts; ours is the planner's choice.
 
-Two parts. *Planned*, at every size and for the memories of the paper's two cards: the bytes and FLOPs of a step, from plans. *Run*, at the
-sizes that this machine can: FLOPs counted, peak metered, seconds in rounds in which the methods take turns; both methods get the same
-budget, a share of what plain PyTorch needs for activations on top of what is resident anyway.
+Two parts. *Planned*, at every size and for the memories of the paper's two cards: the bytes and FLOPs of a step, from plans. Run*, at the
+sizes that fit on this machine: counted FLOPs, metered peaks, and seconds in rounds in which the methods take turns. Both methods get the
+same budget: the resident bytes, and a share of plain PyTorch's activations.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def body_of(name: str) -> nn.Module:
 
 
 def tiled(size: int, tiles: int) -> sft.Options:
-    """The paper's method with so many tiles along each side."""
+    """The paper's method with a number of tiles along each side."""
     side = -(-size // tiles)
     return sft.Options(strategy="sft", tile=(side, side))
 
@@ -206,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--planned", nargs="+", type=positive_int, default=[512, 1024, 2048, 4096, 10_240, 20_480], metavar="SIZE")
     parser.add_argument("--budgets", nargs="+", type=float, default=[11.0, 40.0], metavar="GIB")
     parser.add_argument("--run", nargs="*", type=positive_int, default=[512, 1024], metavar="SIZE")
-    parser.add_argument("--share", type=float, default=0.25, help="of plain's activations: the budget of what is run (default: 0.25)")
+    parser.add_argument("--share", type=float, default=0.25, help="share of plain's activations: budget of measured steps (default: 0.25)")
     parser.add_argument("--rounds", type=positive_int, default=3)
     add_common_arguments(parser)
     return parser.parse_args()
@@ -239,7 +239,7 @@ def save(stem: Path, args: argparse.Namespace, planned: list[Planned], runs: lis
 
 
 def main() -> int:
-    """Run the benchmark; the results are written again after every model and size, so an interrupted run leaves what it had."""
+    """Run the benchmark; the results are saved after every model and size."""
     args = parse_arguments()
     console = Console()
     torch.set_num_threads(args.threads)

@@ -1,7 +1,7 @@
-"""Time of a training step that also fits in plain PyTorch: the plan is the untiled model, norms train.
+"""Time of a training step that also fits in memory with plain PyTorch: the plan is the untiled model, norms train.
 
-Each network of torchvision takes its steps in float32 in a process of its own, plain and compiled in turns; the budget is ample. What is
-quoted is the median of the rounds' ratios. Needs the ``zoo`` extra.
+Each network of torchvision takes its steps in float32 in a process of its own, plain and compiled in turns; the budget is ample. The result
+is the median of the rounds' ratios. Needs the ``zoo`` extra.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each round."""
+        """Ratio of both times in each round."""
         return [own / plain for own, plain in zip(self.own_seconds, self.plain_seconds, strict=True)]
 
     def cells(self) -> list[str]:

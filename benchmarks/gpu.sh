@@ -12,7 +12,7 @@
 #   benchmarks/gpu.sh --stage 1                  one stage (a number or a name; several are allowed), or `all` for all of them
 #   benchmarks/gpu.sh --stage 2 --minutes 5      at most five minutes for each stage
 #   benchmarks/gpu.sh --stage 1 --out results    folder of the results (default: $OUT, then $RESULTS, then benchmarks/results)
-#   benchmarks/gpu.sh all --dry-run              every command on the CPU, at small sizes: does it run
+#   benchmarks/gpu.sh all --dry-run              every command on the CPU, at small sizes, to try the script
 #
 # All results are packed into one archive, <date>-gpu-<stage>.tar.gz (<date>-gpu.tar.gz for several stages), after each command, and also
 # when the script is stopped by a signal or a stage has no time left. A later stage uses the table of stage 5, if it has the same --out. Kernels that benchmarks/kernels/kernel_precompile.py
@@ -130,8 +130,8 @@ attempt() {
     pack
 }
 
-# Run a command beside the next one. Its output follows when `join` is called.
-beside() {
+# Run a command in the background. Its output follows when `join` is called.
+in_background() {
     local log
     log=$(mktemp)
     exec 5>&1
@@ -140,7 +140,7 @@ beside() {
     exec 5>&-
 }
 
-# Wait for the commands beside.
+# Wait for the commands in the background.
 join() {
     local number
     for number in "${!beside_logs[@]}"; do
@@ -201,7 +201,7 @@ stage_check() {
     if [ -n "$dry_run" ]; then
         attempt "$python" "$root/benchmarks/gpu_smoke.py" --device cpu --only u-net --modes strips --size 48 40 --out "$work"
     else
-        beside "$python" "$root/benchmarks/gpu_smoke.py" --processes 4 --minutes "$(minutes_left)" --out "$work"
+        in_background "$python" "$root/benchmarks/gpu_smoke.py" --processes 4 --minutes "$(minutes_left)" --out "$work"
     fi
     gpu_tests marked
     join

@@ -28,7 +28,7 @@ __all__ = ["collect", "main"]
 #: Summary line of pytest, and the line of a failed test.
 _SUMMARY = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|skipped|deselected|errors?|warnings?)(?:, )?)+) in [\d.]+s", re.MULTILINE)
 _FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
-#: Parts of names of kernels that tell nothing.
+#: Parts of kernel names that are left out.
 _NOISE = re.compile(r"void |at::native::|\(anonymous namespace\)::")
 #: Kernels of a step in the table.
 _MOST_KERNELS = 16

@@ -1,10 +1,10 @@
 """Smoke test of a GPU: one training step of four networks in float64, in each mode of execution, against eager PyTorch.
 
 Every case compares the output, all gradients of parameters and all buffers with those of eager PyTorch, and the peaks of the step with
-the plan's projections. A line for each case is printed as soon as it is known: relative L2 error, bytes that the step allocated and
-reserved, and the projections of both. A case is wrong if its error is above 1e-10, if it allocates or reserves more than projected, or if
-the plan lacks what the mode is about (copies to the host, streamed weights).
-The script ends with 1 if a case is wrong or fails, and with 2 without the device.
+the plan's projections. A line for each case is printed when the case ends: relative L2 error, bytes that the step allocated and reserved,
+and the projections of both. A case is wrong if its error is above 1e-10, if it allocates or reserves more than projected, or if the plan
+lacks the feature of the mode (copies to the host, streamed weights). The script ends with 1 if a case is wrong or fails, and with 2 without
+the device.
 
 ``--device cpu`` tries all of it without a GPU. The CPU has no reserved bytes and no CUDA graphs.
 """
@@ -104,7 +104,7 @@ class SmokeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """Eager PyTorch's step, and what it started from.
+    """Eager PyTorch's step and its initial state.
 
     Attributes:
         model: the network before the step.
@@ -216,7 +216,7 @@ def _fill(result: SmokeResult, device: torch.device, size: tuple[int, int], fold
 
 
 def _missing(plan: sft.Plan, mode: Mode) -> str:
-    """A sentence if a plan lacks what its mode is about; otherwise empty."""
+    """A sentence if a plan lacks the feature of its mode; otherwise empty."""
     if mode == "offload":
         return "" if plan.host_bytes else "the plan copies no value to the host"
     if not any(segment.mode == "tiled" for segment in plan.segments):
@@ -242,7 +242,7 @@ def _check_graphs(net: Any, device: torch.device) -> tuple[str, str]:
 
 
 def _write(folder: Path, results: Sequence[SmokeResult], environment: dict[str, str]) -> None:
-    """Replace the results by those known now."""
+    """Save the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}-gpu-smoke.json"
     part = path.with_suffix(".tmp")

@@ -1,9 +1,8 @@
 """Growth of the peak with the height of the image, at a fixed width and strip height.
 
-Plain PyTorch keeps every activation, so its peak grows with the height. Ours has a working set that the strip height
-fixes, plus the states kept at strip starts, which grow with the height at a far smaller rate (and are what the planner
-thins out under a budget). The projected peak is printed beside the measured one: a plan that is off here cannot be
-trusted where nobody can measure.
+Plain PyTorch keeps every activation, so its peak grows with the height. Ours has a working set that depends on the strip height, and states
+kept at strip starts. These grow with the height at a far smaller rate, and the planner keeps fewer of them under a budget. The projected
+and the measured peak are printed side by side: sizes that cannot be measured rely on the projection.
 """
 
 from __future__ import annotations

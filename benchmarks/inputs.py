@@ -1,4 +1,5 @@
-"""One training step on an image that is read strip by strip from a file: memory of the process, time, and how much reading is hidden.
+"""One training step on an image that is read strip by strip from a file: memory of the process, time, and overlap of reading with
+computation.
 
 The image is a uint8 ``.npy`` file of random pixels, mapped and never loaded; as float32 alone it would be larger than the limit. The
 same step on the file's first rows shows that memory does not follow the image's height.
@@ -53,9 +54,9 @@ class PassNumbers:
 
     seconds: float
     read_seconds: float
-    """In the reader's thread, beside the pass."""
+    """Seconds in the reader's thread, during the pass."""
     waited_seconds: float
-    """Of the pass, for strips."""
+    """Seconds in which the pass waited for strips."""
     hidden_fraction: float
     num_rows_read: int
     read_bytes: int
@@ -207,13 +208,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heights", nargs="+", type=positive_int, default=[4096, 16384], help="rows, pixels")
     parser.add_argument("--width", type=positive_int, default=16384, help="columns, pixels")
     parser.add_argument("--budget", default="1GiB", help="of the plan")
-    parser.add_argument("--limit", default="2GiB", help="what the whole process may hold")
+    parser.add_argument("--limit", default="2GiB", help="memory limit of the process")
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the benchmark; 1 when the gradients are wrong, a step has no result, or a process held more than the limit."""
+    """Run the benchmark; 1 when the gradients are wrong, a step has no result, or a process exceeds the limit."""
     args = parse_arguments()
     console = Console()
     stem = result_stem(args.out, "inputs")
@@ -254,7 +255,7 @@ def main() -> int:
     console.print(written)
     over = [result for result in results if result.process_bytes > limit_bytes]
     for result in over:
-        console.print(f"{result.height} rows: {format_bytes(result.process_bytes)} held, limit {args.limit}", markup=False)
+        console.print(f"{result.height} rows: {format_bytes(result.process_bytes)} used, limit {args.limit}", markup=False)
     return int(bool(over))
 
 

@@ -1,11 +1,11 @@
-"""Networks whose plain form no small machine holds, each run once.
+"""Networks that exceed a small machine's memory in plain PyTorch, each run once.
 
-*unet*: a training step of a U-Net of five levels and 16 channels at full resolution, within a share of what plain PyTorch needs. The usual
-practice, overlapping tiles with a halo as wide as the receptive field, computes much of the image twice; carried strips compute
-each row once forwards and once more backwards.
+*unet*: a training step of a U-Net of five levels and 16 channels at full resolution, within a share of what plain PyTorch needs.
+Overlapping tiles with a halo as wide as the receptive field compute much of the image twice. Carried strips compute each row once in the
+forward pass and once more in the backward pass.
 
-*segmentation*: a training step of that U-Net with 32 classes and its loss, cross-entropy of labels for each pixel, within less than the
-output alone would take: the loss is compiled with the model, so neither the output nor its gradient is ever whole.
+*segmentation*: a training step of that U-Net with 32 classes and its loss, cross-entropy of labels for each pixel, in less than the bytes
+of the output alone. The loss is compiled with the model, so neither the output nor its gradient is stored whole.
 
 *activation*: inference through a convolution whose result has more than 2^31 elements, which 32-bit indices cannot count, from a uint8 file
 that is read strip by strip.
@@ -91,7 +91,7 @@ HEADERS = (
 
 
 def wide_network() -> nn.Sequential:
-    """A convolution to 64 channels at full resolution, and a small classifier behind it."""
+    """A convolution to 64 channels at full resolution, and a small classifier on its result."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Conv2d(64, 8, 3, padding=1), nn.ReLU(inplace=True),
@@ -183,19 +183,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=tuple(RUNS), default=list(RUNS))
     parser.add_argument("--unet-size", type=positive_int, default=4096, help="rows and columns, pixels")
     parser.add_argument("--segmentation-size", type=positive_int, default=4096, help="rows and columns, pixels")
-    parser.add_argument("--segmentation-budget", default="1GiB", help="half of what the output alone takes (default: 1GiB)")
+    parser.add_argument("--segmentation-budget", default="1GiB", help="half of the output's bytes (default: 1GiB)")
     parser.add_argument("--activation-size", type=positive_int, default=6144, help="rows and columns, pixels")
     parser.add_argument("--share", type=float, default=0.2, help="of plain's bytes: the U-Net's budget (default: 0.2)")
-    parser.add_argument("--limit", default="2GiB", help="what the process with the large activation may hold")
+    parser.add_argument("--limit", default="2GiB", help="memory limit of the process with the large activation")
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the benchmark; 1 when a case has no result, or the large activation's process held more than the limit."""
+    """Run the benchmark; 1 when a case has no result, or the large activation's process exceeds the limit."""
     args = parse_arguments()
     console = Console()
-    # A part never replaces the result of all.
+    # The result of some cases never replaces that of all.
     stem = result_stem(args.out, "large" if set(args.cases) == set(RUNS) else "-".join(["large", *args.cases]))
     limit_bytes = parse_bytes(args.limit)
     results: list[Numbers] = []
@@ -228,7 +228,7 @@ def main() -> int:
     console.print(write_results(stem, raw, [table], notes, None))
     over = [result for result in results if result.name == "activation" and result.process_bytes > limit_bytes]
     for result in over:
-        console.print(f"{format_bytes(result.process_bytes)} held, limit {args.limit}", markup=False)
+        console.print(f"{format_bytes(result.process_bytes)} used, limit {args.limit}", markup=False)
     return int(bool(over))
 
 

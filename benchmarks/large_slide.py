@@ -1,8 +1,8 @@
 """A training step of ResNet-18 on a whole compressed slide, read strip by strip from its file: memory of the process, and time.
 
-The slides are written for the occasion, each a tiled TIFF of JPEG tiles with a pyramid; the largest is 20,000 x 20,000 px, whose first
-activation alone takes 24 GiB. Before any of them, the same step is taken in float64 on a small slide and compared with plain PyTorch. Each
-size has a process of its own, and each is in the result as soon as it is done.
+The script writes the slides, each a tiled TIFF of JPEG tiles with a pyramid. The largest is 20,000 x 20,000 px; its first activation alone
+takes 24 GiB. Before any of them, the same step is taken in float64 on a small slide and compared with plain PyTorch. Each size has a
+process of its own and is saved when it ends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepNumbers:
     first_activation_bytes: int
     """Of the first convolution's result, which is never allocated."""
     plain_bytes: int
-    """What plain PyTorch would hold, projected."""
+    """Peak of plain PyTorch, projected."""
     plan: PlanNumbers
     prepare_seconds: float
     """Capture and planning."""
@@ -67,15 +67,15 @@ class StepNumbers:
     """High-water mark of the process: Python, libraries, planning, decoding, and the step."""
     seconds: float
     cpu_seconds: float
-    """Of all threads: what the step takes however busy the machine is with other things."""
+    """Processor seconds of all threads; other work on the machine hardly changes them."""
     read_seconds: float
-    """In the reader's thread, beside the step."""
+    """Seconds in the reader's thread, during the step."""
     waited_seconds: float
-    """Of the step, for pixels."""
+    """Seconds in which the step waited for pixels."""
     num_rows_read: int
     loss: float
     is_finite: bool
-    """Whether every gradient is."""
+    """True if all gradients are finite."""
 
     def cells(self) -> list[str]:
         """The row of the table."""
@@ -192,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of ResNet-18 on a whole compressed slide.")
     parser.add_argument("--sizes", nargs="+", type=positive_int, default=[5_000, 10_000, 20_000], help="columns and rows, pixels")
     parser.add_argument("--budget", default="2.5GiB", help="of the plan")
-    parser.add_argument("--limit", default="4GiB", help="what the whole process may hold")
+    parser.add_argument("--limit", default="4GiB", help="memory limit of the process")
     add_common_arguments(parser)
     return parser.parse_args()
 
@@ -218,9 +218,9 @@ def report(args: argparse.Namespace, stem: Path, checked: Check, results: list[S
 
 
 def main() -> int:
-    """Run the benchmark; 1 when gradients are wrong, a step has no result, or a process held more than the limit."""
+    """Run the benchmark; 1 when gradients are wrong, a step has no result, or a process exceeds the limit."""
     args = parse_arguments()
-    # Threads that spin for each other burn the time of a core that another process uses: 64 CPU seconds instead of 15 at 2,000 px
+    # Threads that spin while they wait take the time of a core that another process uses: 64 CPU seconds instead of 15 at 2,000 px
     # on a busy machine. Read by the OpenMP library of the processes to come.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console = Console()
@@ -245,8 +245,8 @@ def main() -> int:
             return 1
     broken = [result for result in results if result.process_bytes > limit_bytes or not result.is_finite]
     for result in broken:
-        held = format_bytes(result.process_bytes)
-        console.print(f"{result.size} px: {held} held, limit {args.limit}; gradients finite: {result.is_finite}", markup=False)
+        used = format_bytes(result.process_bytes)
+        console.print(f"{result.size} px: {used} used, limit {args.limit}; gradients finite: {result.is_finite}", markup=False)
     return int(bool(broken))
 
 

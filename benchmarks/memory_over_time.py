@@ -1,4 +1,4 @@
-"""Memory of one training step over its time: plain PyTorch and sft, on the slide and the network of the demo.
+"""Memory of one training step over time: plain PyTorch and sft, on the slide and the network of the demo.
 
 Each step runs in a process of its own. A dispatch mode reads the meter of ``sft.measure_peak`` after every operator. The result has the
 largest value of each hundredth of the step, and the picture of the README: ``docs/images/memory-light.svg`` and ``memory-dark.svg``.

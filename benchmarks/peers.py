@@ -25,7 +25,7 @@ from harness.workers import StepWorker, WorkerError, call_in_process
 from rich.console import Console
 
 _ROOT = Path(__file__).resolve().parents[1]
-#: The methods that other ones are compared with.
+#: Reference methods.
 _OWN = ("sft", "sft, channels last")
 #: Methods that run the same operators as another one.
 _UNCHECKED = ("plain", "plain, channels last", "torch.compile, budget 1.0", "torch.compile, budget 0.5", "sft, channels last")
@@ -205,7 +205,7 @@ class Bench:
         self.write()
 
     def time_all(self) -> None:
-        """Time all cells within the minutes that are given; larger images get more of them."""
+        """Time all cells within a time limit; larger images get more of it."""
         cells = list(self.cells())
         ends = time.monotonic() + 60 * self.args.minutes
         for number, cell in enumerate(cells):

@@ -1,10 +1,10 @@
 """Planning time at sizes far above the memory of the planning machine.
 
-The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a
-second and a third size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
-100,000 x 100,000 px, where the answer is a plan or the smallest budget that works. Batch norms that train end runs of strips: deep networks
-have hundreds. ResNet-50 is for comparison: images of ordinary size, a budget in which plain PyTorch fits. Each network plans in a process
-of its own; torchvision's are left out, and named, where torchvision is not installed (it is in the ``zoo`` extra).
+The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a second and a third
+size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at 100,000 x 100,000 px, for
+which the result is a plan or the smallest budget that works. Batch norms in training mode end runs of strips; deep networks have hundreds
+of them. ResNet-50 is for comparison: images of ordinary size, a budget in which plain PyTorch fits. Each network plans in a process of its
+own. Without torchvision (in the ``zoo`` extra) its networks are listed as left out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Case:
     Attributes:
         budget: of the device.
         sizes: of the first plan, and of others of the same compiled object.
-        of_torchvision: torchvision's name of it, where it is torchvision's.
-        frozen: whether norms use their running statistics.
+        of_torchvision: its name in torchvision; ``None`` for other networks.
+        frozen: true if norms use their running statistics.
     """
 
     budget: str
@@ -85,9 +85,9 @@ class Planned:
     seconds: float
     processor_seconds: float
     plan: PlanNumbers | None = None
-    """None when no plan fits the budget."""
+    """None if no plan fits the budget."""
     needed_bytes: int | None = None
-    """The smallest budget that works, when none fits."""
+    """Smallest budget with a plan, if none fits."""
     message: str = ""
 
     def cells(self) -> list[str]:

@@ -79,7 +79,7 @@ def predictions(size_px: int, num_steps: int) -> Iterator[Prediction]:
 def _predicted(name: str, model: nn.Module, x: torch.Tensor, plan: str, options: sft.Options, num_steps: int) -> Prediction:
     net = sft.compile(model, x.shape, budget="64GiB", options=options)
     started = time.process_time()
-    # Nothing may come from the file of times, which were read from another clock, or go there.
+    # The file of measured times is neither read nor written: its times are of another clock.
     with patch.dict(os.environ, {CACHE_VARIABLE: ""}), patch("sft.planner.measured.step_timer.time.perf_counter", time.process_time):
         timed = sft.plan(model, x.shape, budget="64GiB", options=replace(options, profile="measure"))
     profile_seconds = time.process_time() - started

@@ -1,11 +1,11 @@
-"""Numbers of published planners next to those of our solvers on the same networks. No GPU: bytes are counted on meta tensors, times
-come from a roofline, and both say so.
+"""Numbers of published planners next to those of our solvers on the same networks. No GPU: bytes are counted on meta tensors, and times
+come from a roofline model.
 
 1. Feng and Huang, CVPR 2021, Table 2: peak memory of a step, plain and with their checkpoints. Ours runs the step of torchvision's
    networks on meta tensors, with `acg`'s checkpoints, and meters it.
 2. Butt's thesis, section 4.1: recomputation against memory on equal layers, and section 4.2: the solver's time on DenseNet-121.
 3. Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 6: offloading schedules against their lower bound.
-4. All strategies on the same chains: what deciding jointly is worth.
+4. All strategies on the same chains: the gain of joint decisions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TABLE_2 = (
     Published(name="inception_v3", batch=32, plain_mib=3074, best_mib=881, size=300),
 )
 
-#: Those whose published number is the floor that the first layers set, and some others, planned in tiles as well.
+#: Networks that are planned in tiles as well: some with a published number that the first layers determine, and some others.
 TILED = ("alexnet", "vgg11", "vgg13", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50", "densenet121", "inception_v3")
 
 #: Networks of the offloading paper, batch 32.
@@ -89,12 +89,12 @@ def make_model(name: str) -> nn.Module:
 
 
 def make_network(name: str, batch: int, size: int) -> Network:
-    """The same, traced at a size."""
+    """A network of torchvision, traced at a size."""
     return trace(make_model(name), (batch, 3, size, size))
 
 
 def tiled_row(row: Published) -> dict[str, Any]:
-    """The least that our planner needs for the same step, and what it computes for that; no plan of whole values is that small."""
+    """Smallest budget of our planner for the same step, and the FLOPs of that plan; plans of whole values need more."""
     if row.name not in TILED:
         return {}
     model = make_model(row.name)
@@ -118,7 +118,7 @@ def table_2_row(row: Published, num_tries: int) -> dict[str, Any]:
     """Our plain peak; the peak of the best sum's checkpoints; the least peak of the best few sums'."""
     network = make_network(row.name, row.batch, row.size)
     best = acg.optimal_checkpoints(network.dag)
-    others = sorted(islice(acg.solutions(network.dag), 400), key=lambda found: found.total_bytes)[:num_tries]
+    others = sorted(islice(acg.solutions(network.dag), 400), key=lambda solution: solution.total_bytes)[:num_tries]
     noted = sum(network.dag.edge_bytes.values())
     return {
         "network": row.name,
@@ -128,7 +128,7 @@ def table_2_row(row: Published, num_tries: int) -> dict[str, Any]:
         "published_best_mib": row.best_mib,
         "objective_bytes": best.total_bytes,
         "best_bytes": network.step_peak_bytes(best.checkpoints),
-        "least_bytes": min(network.step_peak_bytes(found.checkpoints) for found in (best, *others)),
+        "least_bytes": min(network.step_peak_bytes(solution.checkpoints) for solution in (best, *others)),
         "num_checkpoints": len(best.checkpoints),
         "num_vertices": len(network.groups),
         "input_bytes": network.dag.sizes_bytes[0],
@@ -182,7 +182,7 @@ def table_2(rows: list[dict[str, Any]]) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the thesis reads from figure 4.1, approximately: how much more time less memory takes than more does."""
+    """Increase in time for a decrease in memory, as the thesis reads it from figure 4.1, approximately."""
 
     num_layers: int
     more: int
@@ -237,7 +237,7 @@ def trade_off(rows: list[dict[str, Any]]) -> Table:
         ]
         for row in rows
     ]
-    headers = ("layers", "memory", "our time", "more", "algorithm 3.4", "more", "with two lines mended", "read from the figure")
+    headers = ("layers", "memory", "our time", "more", "algorithm 3.4", "more", "with two lines corrected", "read from the figure")
     return Table(title="Equal layers (Butt, section 4.1)", headers=headers, rows=cells)
 
 
@@ -373,9 +373,9 @@ of solvers are of one thread of a machine shared with other work."""
 
 def main() -> int:
     """Run all parts."""
-    parser = argparse.ArgumentParser(description="Published numbers beside ours.")
+    parser = argparse.ArgumentParser(description="Published numbers next to ours.")
     parser.add_argument("--tries", type=int, default=12, help="sums whose peak is metered (default 12)")
-    parser.add_argument("--budgets", type=int, default=12, help="budgets of the offloading part (default 12)")
+    parser.add_argument("--budgets", type=int, default=12, help="budgets of the offloading comparison (default 12)")
     add_common_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

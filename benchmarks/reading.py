@@ -1,8 +1,8 @@
 """Reading of compressed slides in full-width strips: speed against OpenSlide, and memory.
 
-The slide is written for the occasion: 20,000 x 20,000 px, JPEG tiles of 256 px, a pyramid, its content a mosaic of a real slide. One
-process holds all readers; in each round each of them reads the same rows, in turns, and everybody reads other rows in the next round.
-Decoded bytes (RGB, uint8) are counted over seconds of all cores together (CPU) and over seconds of the clock.
+The script writes the slide: 20,000 x 20,000 px, JPEG tiles of 256 px, a pyramid, a mosaic of a real slide. One process has all readers. In
+each round they read the same rows in turns; the next round has other rows. Rates are decoded bytes (RGB, uint8) per second of processor
+time of all cores and per second of elapsed time.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class MemoryNumbers:
     reader: str
     height: int
     start_bytes: int
-    """Held before the slide was opened."""
+    """Process memory before the slide is opened."""
     peak_bytes: int
-    """High-water mark above that."""
+    """High-water mark above it."""
 
 
 def _read_rows(image: Image, top: int, rows: int) -> int:
@@ -104,7 +104,7 @@ def measure_speed(case: SpeedCase) -> dict[str, list[Speed]]:
         "tiles, 1 thread": lambda top: _read_rows(one, top, PIECE_ROWS),
         f"tiles, {case.threads} threads": lambda top: _read_rows(many, top, PIECE_ROWS),
         "OpenSlide": lambda top: _read_rows(theirs, top, PIECE_ROWS),
-        # Counted in bytes that go into it, as the others are.
+        # Compressed bytes, as for the other readers.
         "tiles, 1 thread, reduced by 2": lambda top: 4 * _read_rows(half, top // 2, PIECE_ROWS // 2),
         "kept decoded": lambda top: _read_rows(kept, 0, PIECE_ROWS),
     }
@@ -192,17 +192,17 @@ def main() -> int:
             rows=[speed_row(name, rounds, speeds["OpenSlide"]) for name, rounds in speeds.items()],
         ),
         Table(
-            title="Memory of a walk over the whole slide, above what the process held before, MiB",
+            title="Memory of a walk over the whole slide, above the process before the walk, MiB",
             headers=("reader", "rows", "compressed", "decoded", "peak"),
             rows=[
                 [
-                    found.reader,
-                    f"{found.height:,}",
-                    mib(file_bytes[found.height]),
-                    mib(3 * found.height * args.size),
-                    mib(found.peak_bytes),
+                    numbers.reader,
+                    f"{numbers.height:,}",
+                    mib(file_bytes[numbers.height]),
+                    mib(3 * numbers.height * args.size),
+                    mib(numbers.peak_bytes),
                 ]
-                for found in memory
+                for numbers in memory
             ],
         ),
     ]
@@ -212,13 +212,13 @@ def main() -> int:
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "file_bytes": file_bytes,
         "speeds": {name: [asdict(speed) for speed in rounds] for name, rounds in speeds.items()},
-        "memory": [asdict(found) for found in memory],
+        "memory": [asdict(numbers) for numbers in memory],
     }
     notes = (
         f"A tiled BigTIFF with a pyramid (JPEG, quality 85, tiles of {TILE_PX} px, content from a real slide), in the page cache. One "
-        f"process holds all readers, which take turns at the same {PIECE_ROWS} rows in each of {args.rounds} rounds; medians. Before, both "
+        f"process has all readers, which take turns at the same {PIECE_ROWS} rows in each of {args.rounds} rounds; medians. Before, both "
         "readers are compared pixel by pixel on some rows of every level. CPU seconds are those of all threads, so MB per CPU second is "
-        'what a core does, whatever else the machine is busy with. "Reduced by 2" counts the bytes that go in; "kept decoded" reads rows '
+        'the throughput of a core. "Reduced by 2" counts the bytes that go in; "kept decoded" reads rows '
         "that `sft.sources.Cached` has. Memory: high-water mark of a fresh process."
     )
     written = write_results(stem, raw, tables, notes, None)

@@ -1,8 +1,7 @@
-"""Published strategies of recomputation, and ours: the least memory of each model, and the FLOPs at shares of it.
+"""Published strategies of recomputation, and ours: the smallest memory of each model, and FLOPs at shares of its activations.
 
-Plans only, of models on the meta device: bytes and FLOPs of a plan are what its step takes (the tests measure that). A row is a strategy
-at a share of the bytes that the step makes when everything is kept, what is resident anyway left out. A strategy that has no plan for so
-little says what it would need.
+Plans only, of models on the meta device: a step takes the bytes and FLOPs of its plan (the tests measure that). A row is a strategy at a
+share of the activation bytes of a step without recomputation. A strategy without a plan at a share shows its smallest share.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ STRATEGIES = ("sqrt", "acg", "revolve", "bisect", "optimal", "sft", "auto")
 SHARES = (1 / 2, 1 / 4, 1 / 8)
 
 NOTES = """\
-FLOPs of a step over plain PyTorch's, at 1/2, 1/4 and 1/8 of the bytes that the step makes when everything is kept (inputs, outputs,
-activations, new gradients). In brackets the least share with which the strategy has a plan; `-`: it has none at all."""
+FLOPs of a step over plain PyTorch's, at 1/2, 1/4 and 1/8 of the bytes of a step without recomputation (inputs, outputs,
+activations, new gradients). In brackets the least share with which the strategy has a plan; `-`: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class Row:
     peak_bytes: int | None
     redundancy: float | None
     least_bytes: int | None
-    """What the strategy needs at least, where that is more than the share."""
+    """Smallest bytes of the strategy, if they exceed the share."""
 
     def cell(self) -> str:
         """FLOPs over plain's, or the least share."""
@@ -113,7 +112,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    """Run the benchmark; the results are written again after every model."""
+    """Run the benchmark; the results are saved after every model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=sorted({case.name for case in CASES}), default=None)
     add_common_arguments(parser)

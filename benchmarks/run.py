@@ -1,9 +1,8 @@
 """Time and memory of one training step: ours and checkpoint_sequential against plain PyTorch.
 
-For each model and size: plain's memory first (it sets our budget: a share of plain's activation peak on top of what is
-resident anyway), then for each method the gradient check, its memory and, only if the check passed, its time in rounds
-paired with plain. Nothing is averaged away: the table shows the median of the per-round ratios with the smallest and
-the largest, the JSON every round.
+For each model and size, plain's memory is measured first. It determines our budget: the resident bytes and a share of plain's activation
+peak. Then follow, for each method, the gradient check, its memory and, only if the check passed, its time in rounds paired with plain. The
+table shows the median of the per-round ratios with the smallest and the largest; the JSON has every round.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Record:
     status: str = "ok"
     """`ok`, `does not fit`, `no plan`, `check failed` or `failed`."""
     note: str = ""
-    """Why, when the status is not ok; what was predicted, when plain was not run."""
+    """Reason of a status other than ok; the prediction, if plain was not run."""
     check: Check | None = None
     memory: MemoryReading | None = None
     rounds: list[Round] = field(default_factory=list)
@@ -58,7 +57,7 @@ class Record:
 
 
 class Bench:
-    """Walks models, sizes and methods; keeps the records and the progress bar."""
+    """All measurements: loops over models, sizes and methods, records and progress bar."""
 
     def __init__(self, args: argparse.Namespace, progress: Progress, stem: Path) -> None:
         self.args = args
@@ -91,7 +90,7 @@ class Bench:
             self.records.append(record)
             try:
                 if budget_bytes is None:
-                    raise WorkerError("failed", "plain's memory is unknown: nothing to compare with, no budget to give")
+                    raise WorkerError("failed", "plain's memory is unknown: nothing to compare with, and no budget")
                 record.case = replace(record.case, budget_bytes=budget_bytes if method == "ours" else None)
                 self.measure_method(record, plain_case if plain.status == "ok" else None)
             except WorkerError as error:
@@ -158,7 +157,7 @@ class Bench:
         return [r.plain_seconds for other in partners for r in other.timed if r.plain_seconds is not None]
 
     def problems(self) -> list[str]:
-        """One line for every record without a full result: why."""
+        """One line with the reason for every record without a full result."""
         return [
             f"{r.case.model} {r.case.height} x {r.case.width} {r.case.method}: {r.status}: {r.note.splitlines()[0]}"
             for r in self.records
@@ -166,7 +165,7 @@ class Bench:
         ]
 
     def points(self) -> list[Point]:
-        """What the plot shows: the records with both ratios."""
+        """Points of the plot: records with both ratios."""
         points = []
         for record in self.records:
             plain = self.plain_memory(record)
@@ -183,7 +182,7 @@ class Bench:
         return points
 
     def write(self) -> None:
-        """Put the results so far on disk."""
+        """Save the results so far."""
         settings = {name: value for name, value in vars(self.args).items() if name != "out"}
         raw = {
             "environment": environment(self.args.threads),
@@ -237,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive_int, default=5, help=f"rounds that count, after {NUM_WARMUPS} warm-up")
     parser.add_argument("--fraction", type=_fraction, default=0.2, help="our budget as a share of plain's activation peak")
     parser.add_argument("--max-plain-gib", type=float, help="skip plain above this (default: what the machine has free)")
-    parser.add_argument("--quick", action="store_true", help="one small size and two rounds: does it run, not how fast is it")
+    parser.add_argument("--quick", action="store_true", help="one small size and two rounds, to try the script")
     add_common_arguments(parser)
     args = parser.parse_args()
     if args.quick:

@@ -1,8 +1,8 @@
 """One image over several ranks: computation, memory and messages of each, projected, or measured on devices.
 
-Without processes: plans for meshes of 1, 2, 4, ... bands, and what they say: FLOPs computed by two neighbours, the highest rank's bytes,
-bytes sent beside the bytes of all activations. With ``--measure``, under ``torchrun``, the same step is run and timed on the ranks that
-torchrun started, one band each; `benchmarks/scaling.sh` does so for every number of devices.
+Without processes: plans for meshes of 1, 2, 4, ... bands, with FLOPs that two neighbours compute, the highest rank's bytes, and bytes sent
+next to the bytes of all activations. With ``--measure``, under ``torchrun``, the same step is run and timed on the ranks of torchrun, one
+band each; `benchmarks/scaling.sh` does so for every number of devices.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> int:
             times.append(time.perf_counter() - started)
             net.zero_grad(set_to_none=True)
     rank = net.plan.mesh.ranks[dist.get_rank()]
-    if kind == "cpu":  # plans for a mesh do not know yet what a GPU takes beside tensors
+    if kind == "cpu":  # plans for a mesh do not count a GPU's bytes other than tensors yet
         assert peak.num_bytes <= rank.projected_peak_bytes, f"measured {peak.num_bytes}, projected {rank.projected_peak_bytes}"
     if dist.get_rank() == 0:
         step = statistics.median(times[1:])
@@ -189,7 +189,7 @@ def main() -> int:
     notes = (
         f"Planned, not run: training steps of {args.model} on one image of {args.size:,} x {args.size:,} px in float32, "
         f"{args.budget} a rank, links of {args.link} a second. FLOPs at borders: computed by two neighbours, over what is computed once. "
-        "Sent: by all ranks in a step, rows, global values and parameters' gradients. Activations: what the layers hand on in one "
+        "Sent: by all ranks in a step, rows, global values and parameters' gradients. Activations: outputs of the layers in one "
         "forward pass."
     )
     console.print(write_results(result_stem(args.out, "scaling"), raw, [table], notes, None))

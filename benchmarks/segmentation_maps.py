@@ -1,7 +1,7 @@
 """Segmentation of a large image into files: `sft.predict` next to a sliding window, with the memory and the time of every stage.
 
 Each case runs in a process of its own and reports its peak of process memory, libraries included. The image is a mapped file of uint16
-with four channels. The network has strides, so a pixel depends on a neighbourhood that a window cuts off. The sliding window is the usual
+with four channels. The network has strides, so an output pixel depends on pixels outside of its window. The sliding window is the usual
 one: windows of 512 px that overlap by a quarter, scores added up for the full image and divided by the number of windows, then `argmax`
 and a TIFF: `monai.inferers.sliding_window_inference` if MONAI is installed, otherwise the same loop written out.
 """
@@ -39,7 +39,7 @@ class MapCase:
     """A prediction in a process of its own."""
 
     folder: Path
-    """Holds `image.npy`, and gets the maps."""
+    """Folder of `image.npy` and of the maps."""
     budget: str
     threads: int
 
@@ -81,7 +81,7 @@ class Comparison:
     num_pixels: int
     num_differing: int
     num_differing_at_seams: int
-    """Nearer to a border of a window inside of the image than the network sees."""
+    """Pixels with a receptive field across a border of a window inside of the image."""
     strips_file_bytes: int
     windows_file_bytes: int
 
@@ -200,7 +200,7 @@ def compare(folder: Path) -> Comparison:
 
 
 def _near_seams(extent: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """For each row or column, True if it is nearer to a border of a window inside of the image than the network sees."""
+    """For each row or column, True if its receptive field crosses a border of a window inside of the image."""
     near = np.zeros(extent, np.bool_)
     for seam in {edge for start in _window_starts(extent) for edge in (start, start + WINDOW_PX) if 0 < edge < extent}:
         near[max(0, seam - HALO_PX) : seam + HALO_PX] = True

@@ -1,9 +1,9 @@
 """Streamed weights: the least device memory of a training step with AdamW, and its time.
 
-For each network the smallest budget that a plan exists for, weights, gradients and state resident, and streamed from the host and updated
-during the backward pass (projected, float32, values may wait on the host in both). Then the last one is run, each way at its own smallest
-budget: bytes metered in forward and backward, which with streamed weights is all of a step, and the time of a step as a ratio of
-neighbours. That updates have the bits of `torch.optim` is shown by tests/optim/test_streamed_optimizer.py.
+For each network: the smallest budget that has a plan with resident weights, gradients and state, and with weights that are streamed from
+the host and updated during the backward pass (projected, float32, values may wait on the host in both). The last network is run with each
+at its own smallest budget: bytes metered in forward and backward, which with streamed weights is the whole step, and the ratio of step
+times in one round. tests/optim/test_streamed_optimizer.py compares updates with `torch.optim`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import sft
 
-#: The host's share of both ways.
+#: Host budget of both plans.
 _HOST = "64GiB"
 #: Networks and their inputs; the last one is run.
 CASES = (("vgg16", (1, 3, 224, 224)), ("resnet18", (1, 3, 256, 256)))
@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def plan(self) -> sft.Plan:
-        """That of the last call."""
+        """Plan of the last call."""
         plan: sft.Plan = self.net.plan  # type: ignore[assignment]
         return plan
 
@@ -113,7 +113,7 @@ def row_of(name: str, resident: Trained, streamed: Trained) -> Row:
 
 
 def executed(shape: tuple[int, ...], resident: Trained, streamed: Trained, rounds: int) -> dict[str, Any]:
-    """Steps of both in turns."""
+    """Steps with resident and with streamed weights, in turns."""
     x = torch.randn(shape)
     numbers: dict[str, Any] = {}
     for label, each in (("resident", resident), ("streamed", streamed)):

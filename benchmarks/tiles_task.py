@@ -2,14 +2,14 @@
 
 The task is synthetic, and made for this comparison. A slide is a grid of tiles with smooth stains, noise, and spots, dark and light ones,
 alone and in pairs one above the other. On a few tiles of each slide lies one pair side by side. On slides of class 1 the dark spot is the
-left one, on slides of class 0 the right one; everything else has the same distribution. So a tile is told by the order of two spots, which
-a random encoder does not show among all others, and few tiles tell a slide.
+left one, on slides of class 0 the right one; everything else has the same distribution. So a tile's class is the order of two spots, which
+the features of a random encoder hardly contain, and few tiles determine a slide.
 
-Three ways from the same initial weights, of the same network, with the same optimizer:
+Three methods train the same network from the same initial weights with the same optimizer:
 
 - *end to end*: all tiles of a slide in each step, inside a byte budget (`sft.compile`).
 - *frozen features*: vectors of all tiles from the initial encoder, computed once; the head alone trains, ten times as many steps.
-- *sampled tiles*: an eighth of a slide's tiles, rounded down, drawn anew in each step; as many steps as the FLOPs of the first way buy.
+- *sampled tiles*: an eighth of a slide's tiles, rounded down, drawn anew in each step; the total FLOPs are those of the first method.
 
 All predict from all tiles of a test slide. Intervals are percentiles of a bootstrap that draws seeds, and test slides of each.
 """
@@ -63,7 +63,7 @@ class Case:
         accumulate: slides of a step.
         lr: learning rate at the start; it falls as a cosine.
         head: pooling over tiles.
-        budget: bytes of the way end to end.
+        budget: bytes of training end to end.
     """
 
     num_train: int
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of one way from one seed.
+    """Result of one method from one seed.
 
     Attributes:
         scores: of the test slides.
@@ -176,7 +176,7 @@ def initial_model(case: Case, seed: int) -> BagModel:
 
 
 def run_seed(methods: Sequence[Method], case: Case, seed: int) -> dict[Method, Outcome]:
-    """Outcomes of all ways on the slides of a seed."""
+    """Outcomes of all methods on the slides of a seed."""
     torch.set_num_threads(1)
     training, testing = draw_slides(case.num_train, case, (seed, 0)), draw_slides(case.num_test, case, (seed, 1))
     return {method: run_method(method, case, seed, training, testing) for method in methods}
@@ -302,12 +302,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--train", type=positive_int, default=240, help="training slides (default: 240)")
     parser.add_argument("--test", type=positive_int, default=80, help="test slides of each seed (default: 80)")
     parser.add_argument("--side", type=positive_int, default=6, help="tiles along a side of a slide (default: 6)")
-    parser.add_argument("--marked", type=positive_int, default=4, help="tiles that tell a slide's class (default: 4)")
+    parser.add_argument("--marked", type=positive_int, default=4, help="tiles that show a slide's class (default: 4)")
     parser.add_argument("--epochs", type=positive_int, default=12, help="passes over the slides, end to end (default: 12)")
     parser.add_argument("--accumulate", type=positive_int, default=4, help="slides of a step (default: 4)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
     parser.add_argument("--head", choices=("attention", "max", "gap"), default="max", help="pooling (default: max)")
-    parser.add_argument("--budget", default="2MiB", help="bytes of the way end to end (default: 2MiB)")
+    parser.add_argument("--budget", default="2MiB", help="budget of training end to end (default: 2MiB)")
     parser.add_argument("--seeds", type=positive_int, default=4, help="initial weights and sets of slides (default: 4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")
     add_common_arguments(parser)
@@ -315,7 +315,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the comparison; 1 when a step is not plain PyTorch's."""
+    """Run the comparison; 1 if gradients of a step differ from plain PyTorch's."""
     args = parse_arguments()
     console, stem = Console(), result_stem(args.out, "tiles-task")
     case = Case(
@@ -358,10 +358,10 @@ def main() -> int:
     error = max(each.gradient_error or 0.0 for each in ours)
     peak_bytes = max(each.projected_peak_bytes or 0 for each in ours)
     notes = (
-        f"Synthetic slides, made for this comparison: {case.side**2} tiles of {TILE_PX} px, of which {case.num_marked} tell it by the "
+        f"Synthetic slides, made for this comparison: {case.side**2} tiles of {TILE_PX} px, of which {case.num_marked} show the class by the "
         f"order of two spots. {case.num_train} slides to train on, {case.num_test} to test; {args.seeds} seeds of slides and weights. "
         f"Two convolutions ({WIDTH} features), head {case.head}, AdamW with learning rate {case.lr:g} and {case.accumulate} slides a step. "
-        f"Sampled tiles: {case.side**2 // SAMPLED} a slide and step, as many steps as the FLOPs of the first row pay for. Frozen features: "
+        f"Sampled tiles: {case.side**2 // SAMPLED} a slide and step, as many steps as take the FLOPs of the first row. Frozen features: "
         "the head alone, ten times the steps of the first row; the FLOPs are those of the features. Intervals: 95 %, bootstrap over seeds "
         f"and test slides. The step end to end takes {mib(peak_bytes)} MiB by plan, plain PyTorch {mib(plain_bytes)} MiB; its gradients "
         f"are plain PyTorch's to {error:.0e}."
@@ -378,7 +378,7 @@ def main() -> int:
         "outcomes": {method: [asdict(each) for each in results] for method, results in outcomes.items()},
     }
     headers = ("method", "steps", "GFLOP", "AUC", "95 % interval", "end to end, more by")
-    table = Table(title="Labels of slides that few tiles tell (synthetic)", headers=headers, rows=rows)
+    table = Table(title="Labels of slides that few tiles show (synthetic)", headers=headers, rows=rows)
     console.print(write_results(stem, raw, [table], notes, None))
     return int(math.isnan(error) or error > 1e-3)
 

@@ -1,9 +1,9 @@
 """A training step with BatchNorm over a whole slide, in a sixteenth of the bytes of plain PyTorch, compared with plain PyTorch's own.
 
-A norm in training mode is a barrier: nothing behind it is known before the last row in front of it. So every value between two of them
-is held, or made again; here it waits on the host (`sft.Options(host_budget=...)`), is written and read strip by strip, and never is on the
-device as a whole. The image comes from the slide strip by strip, too. Everything is float64: outputs, the gradients of all parameters and
-the running statistics are compared. The device is the CPU, metered; what waits on the host is memory of the same machine.
+A norm in training mode is a barrier: its output depends on all rows of its input. So values between two norms are stored or recomputed.
+Here they wait on the host (`sft.Options(host_budget=...)`), are written and read strip by strip, and never are on the device as a whole.
+The image is read from the slide strip by strip, too. Outputs, gradients of all parameters and running statistics are compared in float64.
+The device is the CPU, metered; the host's values are memory of the same machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import sft
 from sft.sources import open_image
 
 SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small-Region.svs"
-#: Against plain PyTorch whose norms add up in pairs. Much of a slide is of one white, and ``batch_norm`` on the CPU adds one pixel after
-#: the other, so what is rounded is rounded the same way a million times; ``var_mean`` and ``sum`` do not have that. And the gradient of
-#: a convolution in front of a norm is a sum over millions of pixels in which almost everything cancels.
+#: Relative to plain PyTorch with norms that add up in pairs. Much of a slide is one white, and ``batch_norm`` on the CPU adds pixels one
+#: after another, so a million rounding errors have one sign; ``var_mean`` and ``sum`` add in pairs. The gradient of a convolution before a
+#: norm is a sum over millions of pixels in which almost everything cancels.
 EXACT = 1e-10
 
 HEADERS = (
@@ -62,10 +62,10 @@ class Case:
     size: tuple[int, int]
     """Rows and columns, from the slide's upper left corner."""
     share: int
-    """Of plain's bytes the budget is one in so many."""
+    """Divisor of plain's bytes: the budget."""
     threads: int
     reference: Path
-    """What plain PyTorch finds."""
+    """File with plain PyTorch's results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class PlainStep:
     seconds: float
     process_bytes: int
     own_error: float
-    """How far the answer moves when the norms' sums are those of ``var_mean`` and ``sum``."""
+    """Difference of plain PyTorch's results with the norms' sums by ``var_mean`` and ``sum``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Step:
     num_segments: int
     worst_error: float
     worst_error_in_pairs: float
-    """Against plain PyTorch whose norms sum up in pairs."""
+    """Against plain PyTorch with norms that sum up in pairs."""
     worst_tensor: str
     prepare_seconds: float
     seconds: float
@@ -166,7 +166,7 @@ def summed_in_pairs(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """In the place of ``torch.nn.functional.batch_norm``, for training."""
+    """Replacement of ``torch.nn.functional.batch_norm`` in training mode."""
     assert training
     with torch.no_grad():
         variance, mean = torch.var_mean(x, _IMAGE)
@@ -180,7 +180,7 @@ def plain_step(case: Case) -> PlainStep:
     """Plain PyTorch's step, kept for the comparison; call it in a process of its own."""
     torch.set_num_threads(case.threads)
     x, *others = map(torch.from_numpy, inputs(case))
-    found, seconds = [], []
+    results, seconds = [], []
     for norm in (nn.functional.batch_norm, summed_in_pairs):
         model = make(case)
         started = time.perf_counter()
@@ -188,28 +188,28 @@ def plain_step(case: Case) -> PlainStep:
             output = model(x, *others)
         torch.autograd.backward(loss_of(output))
         seconds.append(time.perf_counter() - started)
-        found.append(everything(model, output))
+        results.append(everything(model, output))
         del output
-    torch.save(found, case.reference)
-    return PlainStep(seconds=seconds[0], process_bytes=peak_rss_bytes(), own_error=worst_difference(*found)[0])
+    torch.save(results, case.reference)
+    return PlainStep(seconds=seconds[0], process_bytes=peak_rss_bytes(), own_error=worst_difference(*results)[0])
 
 
 def step(case: Case) -> Step:
     """Our step; call it in a process of its own."""
     torch.set_num_threads(case.threads)
-    model, given = make(case), inputs(case)
-    plain = sft.plan(model, [array.shape for array in given], budget=2**60, options=sft.Options(strategy="none"))
+    model, arrays = make(case), inputs(case)
+    plain = sft.plan(model, [array.shape for array in arrays], budget=2**60, options=sft.Options(strategy="none"))
     started = time.perf_counter()
     net: Any = sft.compile(
         model,
-        given,
+        arrays,
         budget=plain.total_bytes // case.share,
         options=sft.Options(host_budget="64GiB"),
     )
     prepare_seconds = time.perf_counter() - started
     started = time.perf_counter()
     with sft.measure_peak("cpu") as peak:
-        output = net(*given)
+        output = net(*arrays)
         torch.autograd.backward(loss_of(output))
     seconds = time.perf_counter() - started
     ours, (plain_pytorch, in_pairs) = everything(model, output), torch.load(case.reference, weights_only=True)
@@ -248,17 +248,17 @@ def cells(case: Case, plain: PlainStep, ours: Step) -> list[str]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="A training step with norms over a whole slide, in a part of plain PyTorch's bytes.")
-    parser.add_argument("--share", type=positive_int, default=16, help="the budget: one in so many of plain PyTorch's bytes (default: 16)")
+    parser = argparse.ArgumentParser(description="A training step with norms over a whole slide, in a sixteenth of plain PyTorch's bytes.")
+    parser.add_argument("--share", type=positive_int, default=16, help="divisor of plain PyTorch's bytes: the budget (default: 16)")
     parser.add_argument("--scale", type=positive_int, default=1, help="divide rows and columns by this, to try it out (default: 1)")
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the benchmark; 1 when a step is not exact, or took other bytes than planned."""
+    """Run the benchmark; 1 when a step is not exact, or takes more bytes than planned."""
     args = parse_arguments()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin burn what others need
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take processor time from other processes
     console, stem = Console(), result_stem(args.out, "whole-norms")
     sizes: dict[Literal["resnet18", "unet"], tuple[int, int]] = {"resnet18": (2967, 2220), "unet": (2960, 2208)}
     rows, results, is_good = [], [], True
@@ -279,7 +279,7 @@ def main() -> int:
     raw: dict[str, Any] = {"environment": environment(args.threads), "settings": {"share": args.share}, "results": results}
     notes = (
         "The slide of `examples/data`, float64, batch 1, norms in training mode; the budget is one in "
-        f"{args.share} of what plain PyTorch holds. The image and what waits for the norms are on the host, the device holds strips. "
+        f"{args.share} of plain PyTorch's bytes. The image and values that wait for norms are on the host, strips are on the device. "
         "Output, gradients and running statistics are compared with plain PyTorch's: the error is the largest difference "
         "over the largest value of the same module, also against plain PyTorch whose norms add up in pairs (`var_mean`, `sum`) and not one "
         "pixel after the other, and of the two plain ones against each other. "

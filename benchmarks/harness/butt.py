@@ -1,7 +1,7 @@
-"""Algorithm 3.4 of Butt's thesis for equal layers, as it is printed, to tell what its figure shows from what a solver makes of it.
+"""Algorithm 3.4 of Butt's thesis for equal layers, as printed, for comparison with the thesis's figure and with a solver.
 
-Two lines of the print cannot be meant: line 50 takes the left part's peak from the whole (``B[i][j]`` for ``B[i][k]``), and line 23 forgets
-what it added up (the cost of running everything again). ``corrected`` mends both. On equal layers neither changes a cost.
+Two lines of the print are misprints: line 50 takes the left half's peak from the whole (``B[i][j]`` for ``B[i][k]``), and line 23 discards
+its sum (the cost of running everything again). ``corrected`` replaces both. On equal layers neither changes a cost.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Infeasible(ValueError):
 
 
 def algorithm_3_4(num_layers: int, memory: int, *, corrected: bool) -> float:
-    """The cost of a step where every forward and backward takes 1 and makes 1; the targets' gradient is one backward more.
+    """Cost of a step in which every forward and backward takes time 1 and stores 1; the targets' gradient is one backward more.
 
     Args:
         num_layers: N of the thesis.
-        memory: M, which holds the input, too.
-        corrected: with the two lines mended.
+        memory: M of the thesis, input included.
+        corrected: replace the two misprinted lines.
 
     Raises:
-        Infeasible: nothing fits.
+        Infeasible: no schedule fits.
     """
     room, end = memory - 1, num_layers + 1
     peak = np.zeros((end + 1, end + 1, room + 1))

@@ -1,9 +1,9 @@
 """Cases of the benchmarks: one body, one size, one method.
 
-The *body* of a network (its convolutional part, the `features` of the models in `examples/models.py`) is what holds
-the large activations, so the body is what is timed. Every method computes the same training step: `loss = sum(body(x)
-* weights)` with fixed random weights, then `loss.backward()`. Model, input and weights come from one seed, so all
-methods see the same numbers; the statistics of norms are frozen, as is the custom when one image is the whole batch.
+The *body* of a network (its convolutional layers, the `features` of the models in `examples/models.py`) has the large activations, so only
+the body is timed. Every method computes the same training step: `loss = sum(body(x) * weights)` with fixed random weights, then
+`loss.backward()`. Model, input and weights come from one seed, so all methods see the same numbers; the statistics of norms are frozen, as
+is usual for batches of one image.
 
 - `plain`: PyTorch as it is.
 - `checkpoint_sequential`: `torch.utils.checkpoint` over the body's list of stages, in the square root of their number
@@ -30,7 +30,7 @@ import sft
 
 #: Strip heights that a table's cell lists.
 _MOST_LISTED = 3
-#: Segments of a plan that is written down in words.
+#: Most segments of a plan that is described in words.
 _MOST_EXPLAINED = 24
 
 __all__ = [
@@ -51,13 +51,13 @@ __all__ = [
 MODELS = ("vgg16", "darknet19", "resnet18")
 METHODS = ("plain", "checkpoint_sequential", "ours")
 
-#: A budget that never decides: for the cases whose strip height is forced.
+#: A budget above every need, for cases with a forced strip height.
 UNLIMITED_BYTES = 2**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing to measure, small enough to send to a worker process."""
+    """One measurement, small enough to send to a worker process."""
 
     model: str
     """Name of a function in `examples/models.py`."""
@@ -89,7 +89,7 @@ class Built:
     x: Tensor
     """Shape `[1, 3, height, width]`."""
     weights: Tensor
-    """What the output is multiplied with in the loss; the output's shape."""
+    """Factors of the output in the loss, of the output's shape."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -99,8 +99,8 @@ class Built:
     @property
     def resident_bytes(self) -> int:
         """Bytes that are resident with every method: parameters, their gradients, buffers, the input."""
-        held = sum(p.nbytes for p in self.body.parameters()) + sum(b.nbytes for b in self.body.buffers())
-        return held + self.gradient_bytes + self.x.nbytes
+        num_bytes = sum(p.nbytes for p in self.body.parameters()) + sum(b.nbytes for b in self.body.buffers())
+        return num_bytes + self.gradient_bytes + self.x.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class PlanNumbers:
     plain_flops: int
     segments: tuple[SegmentNumbers, ...]
     explained: str
-    """The text of `plan.explain()`; nothing where there are many segments, a dozen lines each."""
+    """The text of `plan.explain()`; empty for plans of many segments, which take a dozen lines each."""
 
     @property
     def strips(self) -> str:
@@ -191,8 +191,7 @@ def _layers(body: nn.Sequential) -> Iterator[nn.Module]:
 def _stages(body: nn.Sequential) -> list[nn.Sequential]:
     """The body as the finest list of stages that may be cut anywhere.
 
-    An in-place layer stays with the layer before it: at the start of a segment it would overwrite what the
-    segment before saved.
+    An in-place layer stays with the layer before it: at the start of a segment it would overwrite a tensor that the segment before saved.
     """
     groups: list[list[nn.Module]] = []
     for layer in _layers(body):

@@ -1,4 +1,4 @@
-"""Device benchmarks: the settings, the environment and the memory that they share. They run on a CPU as well, to be tried there.
+"""Common settings, environment and memory readings of device benchmarks, which also run on a CPU for a trial.
 
 It imports neither matplotlib nor pytest: a machine with a GPU may have torch, Triton and little more.
 """
@@ -80,7 +80,7 @@ def convolution_settings(*, search: bool = False, tf32: bool = False) -> Iterato
     """Settings of cuDNN and cuBLAS for both sides of a comparison: cuDNN is on, and products of fp32 are exact unless ``tf32``.
 
     Args:
-        search: let cuDNN time its algorithms for each shape (``cudnn.benchmark``). It uses all memory that is free while it does.
+        search: let cuDNN time its algorithms for each shape (``cudnn.benchmark``). The search uses all free memory.
         tf32: round operands of fp32 products to ten bits.
     """
     matmul = torch.backends.cuda.matmul

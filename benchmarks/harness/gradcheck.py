@@ -1,10 +1,9 @@
-"""Correct first: no time is reported for a method whose gradients are wrong.
+"""Gradient checks: no time is reported for a method with wrong gradients.
 
 The same body, built by the same code, takes one step in float64 at a small odd size by plain PyTorch and by the
 method. Output and every parameter's gradient must agree to `TOLERANCE`, relative to the largest plain value of the
-same module. `ours` is checked twice: with strips forced so that the small image is cut at all, and under the same
-share of plain's activation peak as in the timed runs (or the smallest budget that works, where the small image cannot
-be held that tightly), which exercises what the planner chooses.
+same module. `ours` is checked twice: with forced strips, so that the small image is cut, and with the planner's choice under the same share
+of plain's activation peak as in the timed runs (or the smallest budget that works, if that is larger).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHECK_STRIP_ROWS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The worst disagreement found, over all the ways in which the method was run."""
+    """Largest error over all variants of a method."""
 
     height: int
     width: int
@@ -37,11 +36,11 @@ class Check:
     worst_tensor: str
     """The tensor that has it."""
     ways: tuple[str, ...]
-    """How the method was run: strips and budgets."""
+    """Variants of the method: strips and budgets."""
 
     @property
     def passed(self) -> bool:
-        """Whether timings may be reported."""
+        """True if timings may be reported."""
         return self.worst_error <= TOLERANCE
 
 

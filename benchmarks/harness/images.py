@@ -1,4 +1,4 @@
-"""Image files to read from."""
+"""Image files for benchmarks of reading."""
 
 from __future__ import annotations
 

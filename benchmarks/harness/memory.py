@@ -1,11 +1,10 @@
 """Memory of a step by two meters, which complement each other.
 
-- *Metered peak* (`sft.measure_peak`): live tensor storages above the start of the step, gradients included. Exact and
-  repeatable, but blind to what operators allocate inside themselves.
-- *Process peak*: the process's own high-water mark above what it held once model and input were built. It sees
-  operator scratch, allocator slack and, for `ours`, the planning too. It is read from `VmHWM` of a fresh process:
-  `ru_maxrss` of a spawned child starts at its parent's high-water mark on Linux, so it serves only where there is no
-  `/proc`.
+- *Metered peak* (`sft.measure_peak`): live tensor storages above the start of the step, gradients included. Exact and repeatable, without
+the temporary tensors inside of operators.
+- *Process peak*: the process's high-water mark above its size after model and input were built. It contains operator scratch, allocator
+slack and, for `ours`, the planning. It is read from `VmHWM` of a fresh process. `ru_maxrss` of a spawned child starts at its parent's
+high-water mark on Linux, so it is used only without `/proc`.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class PlainNeed:
     def budget_bytes(self, fraction: float) -> int:
         """The budget that grants `fraction` of the activation peak on top of what is resident anyway.
 
-        The parameters' gradients count twice: a plan keeps room for an old `.grad` beside the step's new gradients.
+        The parameters' gradients count twice: a plan reserves bytes for an old `.grad` and for the step's new gradients.
         """
         return self.resident_bytes + self.gradient_bytes + round(fraction * self.activation_bytes)
 
@@ -70,7 +69,7 @@ class MemoryReading:
     metered_bytes: int
     """Peak of live storages above the step's start, parameter gradients included."""
     gradient_bytes: int
-    """The parameters' gradients, held by every method."""
+    """The parameters' gradients, which every method keeps."""
     resident_bytes: int
     """Parameters, gradients, buffers and input."""
     process_bytes: int
@@ -78,7 +77,7 @@ class MemoryReading:
     flops: int
     """Counted by torch's FlopCounterMode over one step."""
     prepare_seconds: float
-    """Capture and planning; 0 for methods that have none to do."""
+    """Capture and planning; 0 for methods without them."""
     plan: PlanNumbers | None
 
     @property
@@ -88,7 +87,7 @@ class MemoryReading:
 
     @property
     def need(self) -> PlainNeed:
-        """This reading as what plain needs."""
+        """Bytes that plain PyTorch needs by this reading."""
         return PlainNeed(activation_bytes=self.activation_bytes, resident_bytes=self.resident_bytes, gradient_bytes=self.gradient_bytes)
 
 
@@ -121,7 +120,7 @@ def _status_bytes(path: str, key: str) -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """High-water mark of this process's memory."""
     peak = _status_bytes("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak
@@ -130,18 +129,18 @@ def peak_rss_bytes() -> int:
 
 
 def rss_bytes() -> int:
-    """The memory that this process holds."""
+    """Resident memory of this process."""
     rss = _status_bytes("/proc/self/status", "VmRSS")
     return peak_rss_bytes() if rss is None else rss
 
 
 def available_bytes() -> int | None:
-    """Memory that the machine could still give, or None where the system does not say."""
+    """Available memory of the machine, or None if the system does not report it."""
     return _status_bytes("/proc/meminfo", "MemAvailable")
 
 
 def misfit(need: PlainNeed, max_plain_gib: float | None) -> str | None:
-    """Why plain would not fit, or None: by the caller's limit, and by what the machine has free less a tenth."""
+    """Reason for which plain does not fit, or None: the caller's limit, or nine tenths of the machine's free memory."""
     free = available_bytes()
     limits = [] if free is None else [free * 9 // 10]
     if max_plain_gib is not None:

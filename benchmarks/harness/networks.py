@@ -1,8 +1,8 @@
 """Real networks as graphs of values, and their training step with any set of checkpoints, on meta tensors.
 
-A network is traced with `torch.fx`; its tensors are the vertices. An operator that works in place shares the vertex of what it overwrites.
-A view has no bytes. What max pooling notes for its backward (indices of eight bytes) is a weight of its edge. The step with checkpoints
-runs each independent segment between them under `torch.utils.checkpoint`, which recomputes it with everything kept, as Feng and Huang do.
+A network is traced with `torch.fx`; its tensors are the vertices. An in-place operator shares the vertex of the tensor that it overwrites.
+A view has no bytes. The indices of max pooling (eight bytes each) are a weight of its edge. The step with checkpoints runs each independent
+segment between them under `torch.utils.checkpoint`, which recomputes it with everything kept, as Feng and Huang do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VIEWS = frozenset({"flatten", "view", "reshape", "getattr", "size", "getitem", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A device that computes or moves bytes, whichever takes longer, and starts each operator anew.
+    """Roofline model of a device: an operator takes the longer time of computation and transfer, and a time to start.
 
     Attributes:
         flops_per_second: multiplications and additions a second.
@@ -64,7 +64,7 @@ class Network:
     dag: ValueDag
 
     def step_peak_bytes(self, checkpoints: Sequence[int] | None = None) -> int:
-        """Peak of forward and backward, above input, parameters and their gradients, which are there before; the loss is a sum."""
+        """Peak of forward and backward, above input, parameters and their gradients, which exist before; the loss is a sum."""
         x = torch.zeros(self.shape, device="meta")
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -135,7 +135,7 @@ class Network:
         return {node: v for v, group in enumerate(self.groups) for node in group}
 
     def chain(self, device: Roofline) -> StageChain:
-        """The chain of its single-tensor cuts, with a device's times; what lies between two cuts is saved by the stage."""
+        """The chain of its single-tensor cuts, with a device's times; the stage saves all values between two cuts."""
         cuts = [0, *self._separators(), len(self.groups) - 1]
         stages = []
         for a, b in pairwise(cuts):
@@ -158,7 +158,7 @@ class Network:
     def _separators(self) -> list[int]:
         reach, positions = max(self.dag.successors[0]), []
         for v in range(1, len(self.groups) - 1):
-            # an alias (a view) is not a cut of its own: its bytes are those of what it views
+            # an alias (a view) is not a cut of its own: its bytes are those of its base
             if reach <= v and self.dag.sizes_bytes[v]:
                 positions.append(v)
             reach = max(reach, *self.dag.successors[v])
@@ -212,7 +212,7 @@ def trace(model: nn.Module, shape: tuple[int, ...]) -> Network:
 
 
 def _chain_concatenations(module: fx.GraphModule) -> None:
-    """A concatenation that begins with all of an earlier one's parts is made from that one.
+    """Make a concatenation that begins with all operands of an earlier one from the earlier result.
 
     DenseNet concatenates every layer's input anew from all features before it; so no single value would cut a dense block. Feng and Huang's
     networks concatenate step by step, which is the same values.
@@ -238,7 +238,7 @@ def _again(segment: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[
 
 
 class _Shapes(fx.Interpreter):
-    """Notes the shape of every value."""
+    """Interpreter that records the shape of every value."""
 
     def run_node(self, n: fx.Node) -> Any:
         with torch.no_grad():
@@ -248,7 +248,7 @@ class _Shapes(fx.Interpreter):
 
 
 def _name(module: fx.GraphModule, node: fx.Node) -> str:
-    """A short name of the few operators that are treated alone."""
+    """Short name of operators with a rule of their own."""
     if node.op == "call_module":
         return "maxpool" if isinstance(module.get_submodule(str(node.target)), nn.MaxPool2d) else ""
     if node.op == "call_method":
@@ -266,7 +266,7 @@ def _in_place(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _reads_output(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether its backward reads its result: ReLU's does."""
+    """True if the operator's backward reads its result, as ReLU's does."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), (nn.ReLU, nn.ReLU6))
     return getattr(node.target, "__name__", "") == "relu"

@@ -3,8 +3,8 @@
 - *Process memory*: high-water mark of a warm step above the size of the process with libraries, model and input loaded. On Linux the mark
   is reset before that step, so the memory of a compiler or a planner counts only as far as the process keeps it.
 - *Metered memory*: that of `sft.measure_peak`.
-- *Error*: largest difference from a step in float64, over the largest value of the same module; of the output and all gradients. That step
-  is PyTorch's with checkpointed blocks; where it does not fit, `sft`'s, which equals it wherever both run.
+- *Error*: largest difference from a step in float64, over the largest value of the same module; of the output and all gradients. The
+reference step is PyTorch's with checkpointed blocks. Where that does not fit, it is `sft`'s, which is equal wherever both run.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def check_outcome(case: PeerCase) -> Outcome:
         values = _states(prepared.trained, prepared.step())
     except Refused as error:
         return Outcome(reason=str(error))
-    except Exception as error:  # of any library: the table shows it
+    except Exception as error:  # from any library; the table shows it
         lines = str(error).strip().splitlines() or [""]
         return Outcome(reason=f"{type(error).__name__}: {lines[0]}")
     worst, name, num_missing = _compare(reference, values)

@@ -229,7 +229,7 @@ def _lightstream(case: PeerCase, built: Built, *, tile_px: int | None) -> Prepar
         constructor = constructor_module.StreamingConstructor(
             built.body, tile, verbose=False, normalize_on_gpu=False, copy_to_gpu=False, add_keep_modules=[nn.BatchNorm2d]
         )
-        constructor.statistics_on_cpu = False  # after the constructor, which moves the model to CUDA if told so
+        constructor.statistics_on_cpu = False  # after the constructor, which may move the model to CUDA
         streaming = constructor.prepare_streaming_model()
     trained: nn.Module = streaming.stream_module
 

@@ -1,4 +1,4 @@
-"""Facts about a run that its result states, without a library that a machine with a GPU may lack: commit and arguments."""
+"""Commit and arguments of a run, without libraries that a machine with a GPU may lack."""
 
 from __future__ import annotations
 

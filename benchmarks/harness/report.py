@@ -1,5 +1,4 @@
-"""Results as files: raw JSON, a Markdown table and a plot under one dated name, each written aside and renamed into
-place.
+"""Results as files: raw JSON, a Markdown table and a plot under one dated name, each written to a temporary file and renamed.
 
 The JSON holds every round and enough of the environment to judge and repeat the run; the table and the plot are views
 of it.
@@ -88,7 +87,7 @@ def _command() -> str:
 
 
 def environment(threads: int) -> dict[str, str | int]:
-    """What a reader must know about where the numbers come from."""
+    """Environment of the measurements."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "command": _command(),
@@ -104,7 +103,7 @@ def environment(threads: int) -> dict[str, str | int]:
 
 
 def result_stem(folder: Path, theme: str) -> Path:
-    """Where a result goes, without its suffix: `<folder>/<date>-cpu-<theme>`."""
+    """Path of a result without its suffix: `<folder>/<date>-cpu-<theme>`."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{datetime.date.today().isoformat()}-cpu-{theme}"
 

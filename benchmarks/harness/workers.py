@@ -1,10 +1,9 @@
 """One process for each measurement, and pairs of processes that take turns.
 
-A fresh process starts with an empty allocator and no warm caches, and what the kernel kills for want of memory is the
-worker, not the benchmark. Timings come in pairs: the plain worker and the other method's worker both hold their model;
-the coordinator lets one of them run one step, then the other, and changes who goes first each round. Only one computes
-at any time. A machine that slows down (other users, heat) then slows both steps of a round, and the ratio within a
-round stays.
+A fresh process starts with an empty allocator and no warm caches. If memory runs out, the kernel kills the worker and not the benchmark.
+Timings come in pairs: the workers of plain and of the other method keep their models. The coordinator starts one step in one, then one in
+the other, and the order alternates from round to round. Only one computes at any time. A machine that slows down (other users, heat) then
+slows both steps of a round, and the ratio within a round stays.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a worker has no result."""
+    """Failure of a worker, and its reason."""
 
     kind: str
     """`does not fit`, `no plan`, `refused`, `timed out` or `failed`."""
@@ -60,7 +59,7 @@ class Refused(Exception):
 
 
 class WorkerError(Exception):
-    """There is no result; `kind` says in two words why, as in `Failure`."""
+    """Missing result of a worker; `kind` is the reason in two words, as in `Failure`."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind = kind
@@ -79,7 +78,7 @@ def _explain(error: Exception) -> Failure:
 
 
 def _answer(connection: Connection, case: Question, function: Callable[[Question], Any]) -> None:
-    """A worker's life for one question."""
+    """Main function of a worker that calls one function."""
     try:
         connection.send(function(case))
     except Exception as error:  # the coordinator raises it
@@ -105,7 +104,7 @@ def start_case(case: Case) -> Steps:
 
 
 def _serve_steps(connection: Connection, case: Question, start: Callable[[Question], Steps]) -> None:
-    """A worker's life for timing: run one step whenever asked, answer with its seconds, until told to stop."""
+    """Main function of a timing worker: run one step for each request and send its seconds, until the request to stop."""
     try:
         steps = start(case)
         connection.send(None)
@@ -129,10 +128,10 @@ class _Process:
         self.connection, theirs = context.Pipe()
         self.process: Any = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
-        theirs.close()  # so that a worker that dies ends the pipe
+        theirs.close()  # so that the pipe ends when the worker does
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
-        """What the worker sends next; a worker that sends nothing for `timeout_seconds` is killed.
+        """Next message of the worker; a worker that sends nothing for `timeout_seconds` is killed.
 
         Raises:
             WorkerError: it failed, or was killed.
@@ -187,7 +186,7 @@ def call_in_process(
 
 
 class StepWorker:
-    """A process that holds one case ready and runs a step when told to.
+    """A process that builds one case and runs a step on request.
 
     Args:
         case: pickled.
@@ -206,12 +205,12 @@ class StepWorker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # it is gone already; its own error is on its way up
+        with contextlib.suppress(OSError):  # the process has ended, and its own error is raised
             self._process.connection.send(False)
         self._process.close()
 
     def step(self) -> float:
-        """Run one step; returns its seconds as the worker saw them."""
+        """Run one step; returns its seconds on the worker's clock."""
         self._process.connection.send(True)
         return float(self._process.receive())
 

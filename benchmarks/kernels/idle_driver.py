@@ -27,7 +27,7 @@ class _Utils:
 
 
 class IdleDriver:
-    """Driver of a GPU that is not there.
+    """Driver of a simulated GPU.
 
     Args:
         capability: compute capability times ten.

@@ -1,9 +1,9 @@
 """Verify every kernel on this machine's GPU against float64, then time it: quantiles, the roofline, and PyTorch's own kernels.
 
-Verified first, at a small size with ragged borders: the relative L2 error of each result. What fails is not timed, and the
-script exits with 1. Then ours and PyTorch's own (cuDNN channels-last with its separate bias, ReLU and pool kernels) take turns on a
-large tile, each after the cache was overwritten. The floor of an operation is the larger of two times: its least bytes over the
-speed of a copy, and its operations over the speed of a matrix product of its dtype; both speeds are measured first.
+First the relative L2 error of each result is verified at a small size with ragged borders. A kernel that fails is not timed, and the script
+exits with 1. Then ours and PyTorch's own (cuDNN channels-last with its separate bias, ReLU and pool kernels) take turns on a large tile,
+each after the cache was overwritten. The floor of an operation is the larger of two times: its least bytes over the speed of a copy, and
+its operations over the speed of a matrix product of its dtype; both speeds are measured first.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from harness.gpu import Deadline, convolution_settings, device_environment
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: relative L2 error of a result; a half precision rounds results, and what lies between two kernels of a backward pass
+#: relative L2 error of a result; a half precision rounds results, and values between two kernels of a backward pass
 _LIMITS = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
-#: where products keep ten bits of fp32 numbers, or sixteen
+#: for products of fp32 numbers rounded to ten bits, or to sixteen
 _LIMITS_OF_PRODUCTS = {"tf32": 2e-3, "bf16x3": 5e-5}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLUSH_BYTES = 512 * 2**20
-#: a buffer that the cache of a large GPU holds twice, and enough copies of it that the first does not count
+#: a buffer of half the cache of a large GPU, and enough copies of it that the first does not count
 _CACHED_BYTES = 8 * 2**20
 _CACHED_COPIES = 64
 
 
 @dataclass(kw_only=True)
 class Record:
-    """What is known about one case in one dtype."""
+    """Results of one case in one dtype."""
 
     name: str
     family: str
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What the device reaches at best."""
+    """Measured peak rates of the device."""
 
     copy_bytes_per_second: float
     cached_bytes_per_second: float
@@ -77,7 +77,7 @@ class Ceilings:
 
 
 def all_cases() -> list[Case]:
-    """Every kernel."""
+    """Cases of all kernels."""
     return convolution_cases() + stream_cases()
 
 
@@ -153,7 +153,7 @@ def measure_ceilings(device: torch.device, flush: Tensor) -> Ceilings:
 
 
 def run_case(case: Case, dtype: torch.dtype, device: torch.device, ceilings: Ceilings | None, rounds: int, flush: Tensor) -> Record:
-    """Verify, and time if that is wanted and right. Whatever an operation raises is noted."""
+    """Verify a case, and time it if requested and correct. Exceptions of an operation are recorded."""
     record = Record(name=case.name, family=case.family, dtype=_NAMES[dtype])
     try:
         record.error = verify(case, dtype, device)
@@ -170,7 +170,7 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device, ceilings: Cei
             with torch.no_grad():
                 times = _measure(calls, rounds, flush)
             record.ours_seconds, record.theirs_seconds = times[0], times[1] if len(times) > 1 else None
-    except Exception as error:  # one kernel that does not run must not hide the others
+    except Exception as error:  # one kernel that fails must not hide the others
         record.status, record.note = "failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -195,7 +195,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def write(stem: Path, records: Sequence[Record], ceilings: Ceilings | None, facts: dict[str, str]) -> None:
-    """Replace the results by what is known now."""
+    """Save the results so far."""
     raw = {"environment": facts, "ceilings": None if ceilings is None else asdict(ceilings), "cases": [asdict(r) for r in records]}
     parts = [f"# {stem.name}", "Medians, with the quantiles 0.2 and 0.8. The error is the largest relative L2 error, at a small size."]
     if ceilings is not None:
@@ -221,7 +221,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=sorted(_NAMES.values()), default=sorted(_NAMES.values()), help="dtypes to run")
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of each operation (default: 30)")
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
-    parser.add_argument("--name", help="of the results, behind the date (default: gpu-kernels, gpu-kernels-verified)")
+    parser.add_argument("--name", help="name of the results, after the date (default: gpu-kernels, gpu-kernels-verified)")
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
     search = "let cuDNN search for its fastest algorithm for each shape (default: its heuristics, as compiled models use them)"

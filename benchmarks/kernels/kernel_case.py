@@ -14,15 +14,15 @@ __all__ = ["Case", "Draw", "Problem", "all_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One operation on tensors that are there."""
+    """One operation on its tensors."""
 
-    #: our kernel; called again and again it must do the same
+    #: our kernel; repeated calls give the same result
     ours: Callable[[], Sequence[Tensor]]
-    #: PyTorch's own, with all the kernels that it takes; None where it has nothing like it
+    #: PyTorch's kernels for the same result; None without an equivalent
     theirs: Callable[[], object] | None
-    #: what ours must be, in fp64, or of an integer dtype if it must be equal
+    #: reference of our results, in fp64, or of an integer dtype if it must be equal
     exact: Callable[[], Sequence[Tensor]]
-    #: that must be read and written at the least
+    #: least number of bytes that are read and written
     num_bytes: int
     #: multiplications and additions
     num_flops: int = 0
@@ -30,16 +30,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One operation: how to make it, small to verify and large to time."""
+    """One operation: its constructor, a small size to verify and a large one to time."""
 
     name: str
     family: str
     dtypes: tuple[torch.dtype, ...]
     build: Callable[[Draw], Problem]
-    #: rows and columns, or slices and more, that are timed, and that are verified; ``build`` takes them from ``Draw.size``
+    #: rows and columns (or slices, rows and columns) of the timed and of the verified tensors; ``build`` takes them from ``Draw.size``
     large: tuple[int, ...]
     small: tuple[int, ...]
-    #: how products of fp32 numbers are formed, if not exactly
+    #: rounding of products of fp32 numbers; exact by default
     precision: str | None = None
 
 

@@ -26,7 +26,7 @@ def _flops(weight: Tensor, size: tuple[int, ...]) -> int:
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool], padding: int = 1, groups: int = 1) -> Any:
-    """ATen's gradients of input, weight and bias; those that are asked for."""
+    """ATen's gradients of input, weight and bias, as far as they are requested."""
     ones, bias = [1] * (x.dim() - 2), [weight.shape[0]]
     return torch.ops.aten.convolution_backward(
         dy, x, weight, bias, ones, [padding] * len(ones), ones, False, [0] * len(ones), groups, list(mask)
@@ -114,7 +114,7 @@ def _data_gradient(num_in: int, num_out: int, *, pooled: bool) -> Callable[[Draw
 
 
 def _spread_exactly(dy: Tensor, y: Tensor, taps: Tensor, size: tuple[int, ...]) -> Tensor:
-    """The gradient of what the maxima were taken of, in fp64, tap by tap."""
+    """Gradient of the input of max pooling in fp64, tap by tap."""
     shifts = torch.arange(dy.shape[1], device=dy.device)
     chosen = (taps[:, shifts // 4].int() >> (shifts % 4 * 2)[:, None, None]) & 3
     on = dy.double() * (y > 0)
@@ -144,9 +144,9 @@ def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Call
         def theirs() -> Any:
             return _backward(torch.ops.aten.threshold_backward(dy, y, 0), x, weight, (False, True, True))
 
-        given = [dy, y, x, weight] + ([] if taps is None else [taps])
+        tensors = [dy, y, x, weight] + ([] if taps is None else [taps])
         return Problem(
-            ours=ours, theirs=None if pooled else theirs, exact=exact, num_bytes=all_rows(given), num_flops=_flops(weight, draw.size)
+            ours=ours, theirs=None if pooled else theirs, exact=exact, num_bytes=all_rows(tensors), num_flops=_flops(weight, draw.size)
         )
 
     return build
@@ -215,7 +215,7 @@ def _volume_backward(draw: Draw) -> Problem:
 
 
 def convolution_cases() -> list[Case]:
-    """All of this file."""
+    """All cases of this module."""
     cases = []
 
     def add(name: str, family: str, build: Callable[[Draw], Problem], large: tuple[int, ...], small: tuple[int, ...] = (34, 45)) -> None:

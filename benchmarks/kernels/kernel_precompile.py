@@ -5,8 +5,8 @@ A kernel takes 0.3 to 2 seconds to compile, and a first hour on a GPU has hundre
 makes the launches of ``python -m sft tune`` for the standard networks (all launch variants, so also those of ``backend="triton"``), and of
 the kernel benchmark, with fake tensors and a driver that launches nothing; each kernel is compiled for the target and stays in the folder.
 
-Run it with the Triton of the GPU machine (the same wheel; kernels of another one are never looked up), and copy the folder along:
-``benchmarks/gpu.sh`` uses ``build/triton-cache``. Kernels that find misaligned tensors there are compiled when they are launched.
+Run it with the Triton of the GPU machine (the same wheel; kernels of another one are never looked up), and copy the folder to that machine:
+``benchmarks/gpu.sh`` uses ``build/triton-cache``. Kernels with misaligned tensors are compiled there at their launch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LAUNCHES: list[Launch] = []
 
 @contextmanager
 def _noted_launches(*, computes_operands: bool) -> Iterator[list[Launch]]:
-    """Kernels that are launched inside are noted, as on a GPU whose assembler is right about computed operands of products, or is not."""
+    """Context that records launches, for a GPU with or without a correct assembler of computed operands of products."""
     import triton
 
     launches: list[Launch] = []
@@ -115,7 +115,7 @@ def _compile(number: int) -> str:
     kernel, args, options = _LAUNCHES[number]
     try:
         kernel.warmup(*args, grid=(1,), **options)
-    except Exception as error:  # one kernel that does not compile must not stop the others
+    except Exception as error:  # one kernel that fails to compile must not stop the others
         return f"{kernel.fn.__name__}: {type(error).__name__}: {error}".splitlines()[0][:300]
     return ""
 

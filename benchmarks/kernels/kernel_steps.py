@@ -1,10 +1,10 @@
 """Whole segments and whole training steps on a GPU: ``backend="auto"`` (what ``python -m sft tune`` measured), ATen alone and every kernel,
 against eager PyTorch in channels-last layout.
 
-A case is timed in any case, and flagged as wrong if its step is: if the relative L2 error of output and gradients against float64, at a
-small size, is above both the limit of its number format and 1.1 times that of eager PyTorch (the limits of ``python -m sft tune``), or if
-the step allocates more than its plan projects, or its plan exceeds the budget. The script then exits with 1. Eager and ours take turns,
-with the same settings of cuDNN; peaks are the allocator's, allocated and reserved, of the step alone.
+Every case is timed. A case is flagged as wrong, and the script exits with 1, in three cases: the relative L2 error of output and gradients
+against float64, at a small size, is above both the limit of its number format and 1.1 times that of eager PyTorch (the limits of ``python
+-m sft tune``); the step allocates more than its plan projects; the plan exceeds the budget. Eager and ours take turns, with the same
+settings of cuDNN; peaks are the allocator's, allocated and reserved, of the step alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class StepRecord:
     planning_seconds: float = 0.0
 
     def flag(self, status: str, note: str) -> None:
-        """Lower the status, and add the reason."""
+        """Set a worse status, and add the reason."""
         self.status = status
         self.note = f"{self.note}; {note}" if self.note else note
 
@@ -120,12 +120,12 @@ def verify_step(case: StepCase, dtype: torch.dtype, backend: str, device: torch.
 def run_step(
     case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace, turns: Turns | None = None
 ) -> StepRecord:
-    """Verify and time. An exception of a step is noted, and the other half runs nevertheless."""
+    """Verify and time a case. An exception of either is recorded, and the other runs nevertheless."""
     record, dtype = StepRecord(name=case.name, dtype=name, backend=backend), _DTYPES[name]
     try:
         if not options.time and not options.prepare:
             record.error, record.eager_error = verify_step(case, dtype, backend, device, options.small)
-    except Exception as error:  # one case that does not run must not hide the others
+    except Exception as error:  # one case that fails must not hide the others
         record.flag("failed", _first_line(error))
     if record.error is not None and record.eager_error is not None:
         limit = error_limit(_FORMATS[name], record.eager_error)
@@ -163,7 +163,7 @@ def _time_step(
             except torch.OutOfMemoryError:
                 record.note = "eager PyTorch runs out of memory"
         clear_cublas_workspaces()  # they may occupy segments of eager PyTorch's values
-    reserved_bytes(device)  # gives segments back, so that the model occupies none of a copy of the input
+    reserved_bytes(device)  # frees unused segments, so that the model occupies none of a copy of the input
     model = make_network(case, dtype, device)
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
@@ -357,7 +357,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", action="store_true", help=together)
     search = "let cuDNN search for its fastest algorithm for each shape, on both sides (default: its heuristics)"
     parser.add_argument("--cudnn-benchmark", action="store_true", help=search)
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at a small size, one round: does it run")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at a small size, one round, to try the script")
     parser.add_argument("--name", default="gpu-steps", help="name of the results, after the date (default: gpu-steps)")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the results")
     options = parser.parse_args(arguments)
@@ -378,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_process(case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace, turns: Turns) -> StepRecord:
-    """A case in its own process, which has no settings yet."""
+    """Run a case in a process of its own, with settings of its own."""
     with convolution_settings(search=options.cudnn_benchmark):
         return run_step(case, name, backend, device, options, turns)
 

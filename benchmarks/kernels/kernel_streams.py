@@ -50,7 +50,7 @@ def _normalize(draw: Draw) -> Problem:
         return [(distance * weight.double()[:, None, None] + bias.double()[:, None, None] + residual.double()).relu()]
 
     def ours() -> list[Tensor]:
-        from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_normalize  # here, because it imports Triton
 
         launch_normalize(x, mean, rstd, weight, bias, residual, out, relu=True)
         return [out]
@@ -75,7 +75,7 @@ def _norm_backward(draw: Draw) -> Problem:
     out = torch.empty_like(x)
 
     def ours() -> list[Tensor]:
-        from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_norm_gradient  # here, because it imports Triton
 
         sums = kernels.norm_sums(dy, y, x, mean, rstd)
         launch_norm_gradient(dy, y, x, mean, rstd, weight, kernels.norm_terms(sums, weight, draw.size[0] * draw.size[1]), out)
@@ -172,7 +172,7 @@ def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
             return torch.ops.aten.upsample_nearest2d_backward(dy, *sizes, 2.0, 2.0)
 
         def ours() -> list[Tensor]:
-            from sft.kernels.resize.resize_triton import launch_resize  # not above: it imports Triton
+            from sft.kernels.resize.resize_triton import launch_resize  # here, because it imports Triton
 
             launch_resize(dy if backward else x, out, tables[0], tables[1])
             return [out]
@@ -187,7 +187,7 @@ def _rows(draw: Draw) -> Problem:
     out = torch.empty_like(draw.image(64, (draw.size[0] + 2, draw.size[1])))
 
     def ours() -> list[Tensor]:
-        from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
+        from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
         launch_move_rows([(kept, out[:, :, :2], False), (new, out[:, :, 2:], False)])
         return [out]
@@ -202,23 +202,23 @@ def _rows(draw: Draw) -> Problem:
 
 def _rows_backward(draw: Draw) -> Problem:
     joined, kept, new = draw.image(64, (draw.size[0] + 2, draw.size[1])), draw.image(64, (2, draw.size[1])), draw.image(64)
-    held, out = kept.clone(), torch.empty_like(new)
+    saved, out = kept.clone(), torch.empty_like(new)
 
     def ours() -> list[Tensor]:
-        from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
+        from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
-        kept.copy_(held)
+        kept.copy_(saved)
         launch_move_rows([(joined[:, :, :2], kept, True), (joined[:, :, 2:], out, False)])
         return [kept, out]
 
     def theirs() -> object:
-        return held + joined[:, :, :2], joined[:, :, 2:].clone(memory_format=torch.channels_last)
+        return saved + joined[:, :, :2], joined[:, :, 2:].clone(memory_format=torch.channels_last)
 
     return Problem(
         ours=ours,
         theirs=theirs,
-        exact=lambda: [held.double() + joined[:, :, :2].double(), joined[:, :, 2:].double()],
-        num_bytes=all_rows([joined, out, kept, held]),
+        exact=lambda: [saved.double() + joined[:, :, :2].double(), joined[:, :, 2:].double()],
+        num_bytes=all_rows([joined, out, kept, saved]),
     )
 
 
@@ -255,7 +255,7 @@ def _optimizer(kind: str) -> Callable[[Draw], Problem]:
             optimizer = torch.optim.AdamW([theirs], lr=0.1, fused=draw.device.type == "cuda")
 
         def ours() -> list[Tensor]:
-            from sft.kernels.optim.optimizers_triton import launch_adamw, launch_sgd  # not above: it imports Triton
+            from sft.kernels.optim.optimizers_triton import launch_adamw, launch_sgd  # here, because it imports Triton
 
             if kind == "sgd":
                 momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "first": False}
@@ -279,14 +279,14 @@ def _optimizer(kind: str) -> Callable[[Draw], Problem]:
             adamw.step()
             return [leaf.detach(), wide[1], wide[2]]
 
-        given = [parameter, first, parameter, first, gradient, copy] + ([second, second] if kind == "adamw" else [])
-        return Problem(ours=ours, theirs=optimizer.step, exact=exact, num_bytes=all_rows(given))
+        tensors = [parameter, first, parameter, first, gradient, copy] + ([second, second] if kind == "adamw" else [])
+        return Problem(ours=ours, theirs=optimizer.step, exact=exact, num_bytes=all_rows(tensors))
 
     return build
 
 
 def stream_cases() -> list[Case]:
-    """All of this file."""
+    """All cases of this module."""
     cases = []
 
     def add(name: str, family: str, build: Callable[[Draw], Problem], size: tuple[int, ...] = (2048, 2048)) -> None:

@@ -26,7 +26,7 @@ __all__ = ["AMPLE", "StepCase", "case_budget", "compiled", "draw_input", "file_i
 
 #: Budget of a case whose strips are forced.
 AMPLE = "1TiB"
-#: A step gets this part of the memory that eager PyTorch's activations take, unless the case says otherwise.
+#: A step gets this fraction of the memory that eager PyTorch's activations take, unless the case says otherwise.
 _SHARE_OF_PLAIN = 8
 _NORMALIZATION = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
@@ -42,7 +42,7 @@ class StepCase:
         size: rows and columns.
         has_plain: true if eager PyTorch takes the step as well.
         tile: forced strips, for a segment on its own.
-        budget: bytes; ``None`` for a part of the memory that eager PyTorch takes.
+        budget: bytes; ``None`` for a fraction of the memory that eager PyTorch takes.
         share_of_plain: divisor of that memory.
         strategy: planning strategy.
         weights: placement of the parameters.
@@ -91,7 +91,7 @@ def _block(num_in: int, width: int) -> nn.Module:
 
 
 def step_cases() -> list[StepCase]:
-    """All cases, the most telling first: steps that eager PyTorch can take, steps that it cannot, segments, and further modes."""
+    """All cases, the most important ones first: steps that eager PyTorch can take, steps that it cannot, segments, and further modes."""
     vgg, frozen = STANDARD_NETWORKS["vgg16"], STANDARD_NETWORKS["resnet18"]
     training, unet = STANDARD_NETWORKS["resnet18 in training"], STANDARD_NETWORKS["u-net"]
     image = functools.partial(StepCase, num_channels=3, size=2048, has_plain=True)
@@ -173,7 +173,7 @@ def compiled(case: StepCase, model: nn.Module, x: Any, options: sft.Options, pla
         model: its network.
         x: its input.
         options: planner options.
-        plain_bytes: peak of eager PyTorch's step, of which the case gets a part; ``None`` where it is unknown.
+        plain_bytes: peak of eager PyTorch's step, of which the case gets a fraction; ``None`` where it is unknown.
     """
     budget = case_budget(case, model, x, options, plain_bytes)
     try:

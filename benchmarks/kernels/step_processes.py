@@ -1,4 +1,4 @@
-"""Cases of the benchmark of steps in processes of their own: all plan at a time, then each is timed alone.
+"""Cases of the benchmark of steps in processes of their own: all plan in parallel, then each is timed alone.
 
 Planning takes tens of seconds on one core, a step takes milliseconds on the GPU. A case that is planned waits for its turn, so that no
 other work runs on the host or on the GPU while it is timed. The turns are in the order of the cases.
@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["Turns", "run_in_processes"]
 
-#: Part of the time after which cases that are planned no longer wait for those that are not.
+#: Fraction of the time limit after which planned cases no longer wait for cases that still plan.
 _PLANNING_PART = 0.5
 #: Seconds of a turn after which a case ends, so that one slow step does not take the time of all others.
 _TURN_SECONDS = 90.0
@@ -62,7 +62,7 @@ def run_in_processes(
     """Records of cases, in the order in which they end.
 
     Args:
-        runs: one function for each case, which a process can import; it returns the record, whatever goes wrong.
+        runs: one function for each case, which a process can import; it returns the record, also after an exception.
         minutes: time limit; cases that have not ended by then have no record. ``None`` for no limit.
         report: called with the number of a case, its new state and the seconds since the start.
         turn_seconds: time limit of a turn; a case that exceeds it has no record.

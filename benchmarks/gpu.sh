@@ -68,7 +68,7 @@ find_sanitizer() {
 # -- stages ---------------------------------------------------------------------------------------------------------------------------
 
 children=()
-beside_logs=()
+background_logs=()
 stage=
 stage_end=0
 failed=0
@@ -135,7 +135,7 @@ in_background() {
     local log
     log=$(mktemp)
     exec 5>&1
-    if start "$@" >"$log" 2>&1; then beside_logs+=("$log"); fi
+    if start "$@" >"$log" 2>&1; then background_logs+=("$log"); fi
     head -n 1 "$log" >&5
     exec 5>&-
 }
@@ -143,13 +143,13 @@ in_background() {
 # Wait for the commands in the background.
 join() {
     local number
-    for number in "${!beside_logs[@]}"; do
+    for number in "${!background_logs[@]}"; do
         finish "${children[$number]}" "the command of the following lines"
-        cat "${beside_logs[$number]}"
-        rm -f "${beside_logs[$number]}"
+        cat "${background_logs[$number]}"
+        rm -f "${background_logs[$number]}"
     done
     children=()
-    beside_logs=()
+    background_logs=()
     pack
 }
 

@@ -358,7 +358,7 @@ def main() -> int:
     error = max(each.gradient_error or 0.0 for each in ours)
     peak_bytes = max(each.projected_peak_bytes or 0 for each in ours)
     notes = (
-        f"Synthetic slides, made for this comparison: {case.side**2} tiles of {TILE_PX} px, of which {case.num_marked} show the class by the "
+        f"Synthetic slides, for this comparison: {case.side**2} tiles of {TILE_PX} px, of which {case.num_marked} show the class by the "
         f"order of two spots. {case.num_train} slides to train on, {case.num_test} to test; {args.seeds} seeds of slides and weights. "
         f"Two convolutions ({WIDTH} features), head {case.head}, AdamW with learning rate {case.lr:g} and {case.accumulate} slides a step. "
         f"Sampled tiles: {case.side**2 // SAMPLED} a slide and step, as many steps as take the FLOPs of the first row. Frozen features: "

@@ -80,7 +80,7 @@ def strips_figure(strips: StripSchedule, theme: str) -> Figure:
 
 
 def mask_figure() -> Figure:
-    """A drawn slide, its tissue, and the mask of a network that was trained on the whole image inside 48 MiB."""
+    """A drawn slide, its tissue, and the predicted mask of a network that was trained on the whole image inside 48 MiB."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.svs"

@@ -33,7 +33,7 @@ the budget; `plan.explain()` lists them with the reason. If their result is an i
 """
 
 
-#: Rows that only explain why an operator runs on the full tensor.
+#: Rows that only give the reason for which an operator runs on the full tensor.
 _UNTILED = ("UndecomposedLayerNormSpec",)
 
 

@@ -17,7 +17,7 @@ __all__ = ["guarded", "train"]
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Run; errors of sft become a line and an exit status of 1."""
+    """Run an example; errors of sft are printed as one line, with exit status 1."""
     try:
         run()
     except sft.SftError as error:
@@ -34,7 +34,7 @@ def train(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> None:
     """A step for each batch of inputs and classes; the model has layers before the blocks, the blocks, and layers after them."""
-    before, blocks, behind = model
+    before, blocks, after = model
     assert isinstance(blocks, Repeat)
     for step, batch in enumerate(batches):
         inputs, targets = (value.to(device) for value in batch)
@@ -43,7 +43,7 @@ def train(
             hidden = before(inputs)
             if step == 0:
                 print(blocks.plan_for(hidden).explain())
-            loss = cross_entropy(behind(blocks(hidden)).flatten(0, -2), targets.flatten())
+            loss = cross_entropy(after(blocks(hidden)).flatten(0, -2), targets.flatten())
             del hidden
             loss.backward()
             optimizer.step()

@@ -225,7 +225,7 @@ _FROZEN: dict[type[_BatchNorm], type[_BatchNorm]] = {
 def freeze_norm(model: _Model) -> _Model:
     """Freeze the statistics of every BatchNorm in `model`, in place and for good; weights and biases stay trainable.
 
-    This is the custom in slide training, where a batch is one image.  The class of each module is swapped (parameters,
+    This is usual in slide training, where a batch is one image. The class of each module is swapped (parameters,
     buffers, hooks and ``state_dict`` keys stay), because the next ``model.train()`` would undo a plain ``eval()``.
 
     Returns:

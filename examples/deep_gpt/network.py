@@ -49,13 +49,13 @@ class DecoderBlock(nn.Module):
 
 
 def deep_gpt(num_blocks: int, *, width: int = 64, heads: int = 4, budget: int | str | None = None) -> nn.Sequential:
-    """A model of the next character.
+    """Model that predicts the next character.
 
     Args:
-        num_blocks: how deep.
+        num_blocks: number of blocks.
         width: of the vectors.
         heads: of the attention.
-        budget: bytes that the blocks may hold on the device.
+        budget: bytes on the device for the blocks.
     """
     blocks = Repeat(lambda: DecoderBlock(width, heads), num_blocks, budget=budget)
     return nn.Sequential(Embedding(width), blocks, nn.Sequential(nn.LayerNorm(width), nn.Linear(width, len(ALPHABET))))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# The examples are not an installed package: let this one find the others from wherever it is started.
+# The examples are not an installed package: this path makes the others importable from any folder.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft

@@ -27,13 +27,13 @@ class Bottleneck(nn.Module):
 
 
 def num_blocks_of(num_layers: int) -> int:
-    """Layers are counted as in ResNet-50 or ResNet-1001: three a block, the first convolution and the classifier.
+    """Number of blocks of so many layers, counted as in ResNet-1001: three for each block, the first convolution and the classifier.
 
     >>> num_blocks_of(10_001), num_blocks_of(100_001)
     (3333, 33333)
 
     Raises:
-        sft.InputError: no number of blocks makes so many.
+        sft.InputError: no number of blocks has so many layers.
     """
     if num_layers < 5 or (num_layers - 2) % 3:
         raise sft.InputError(f"a ResNet of {num_layers} layers; give 3 n + 2, for example {max(1, num_layers // 3) * 3 + 2}")
@@ -52,11 +52,11 @@ def deep_resnet(
     """A classifier of images.
 
     Args:
-        num_layers: how deep; 3 n + 2.
+        num_layers: number of layers; 3 n + 2.
         width: channels inside.
         channels: of the images.
-        classes: how many.
-        budget: bytes that the blocks may hold on the device.
+        classes: number of classes.
+        budget: bytes on the device for the blocks.
         window: bytes for streamed weights; None keeps the weights on the device.
     """
     template = Bottleneck(width)
@@ -71,7 +71,7 @@ def deep_resnet(
 
 
 def stripes(num_images: int, size_px: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Noisy images of stripes, ``[N, 1, size, size]``, and whether these are upright."""
+    """Noisy images of stripes, ``[N, 1, size, size]``, and their class: 1 for upright stripes."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (num_images,), generator=generator)
     phase = torch.randint(2, (num_images, 1), generator=generator)

@@ -1,7 +1,7 @@
 """Alternatives to training on whole slides, with the same network, optimizer and number of pixels.
 
-*Downsampled*: slides made small. *Patches*: random squares at full resolution that take the label of their slide, as weakly labelled patch
-classifiers do; a slide is predicted by all of its squares, averaged, or by the most suspicious one. Both hold all slides in memory.
+Downsampled*: slides at a lower resolution. *Patches*: random squares at full resolution that take the label of their slide, as weakly
+labelled patch classifiers do; a slide is predicted by the mean or by the maximum over all of its squares. Both keep all slides in memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sft.wsi.train.optim import learning_rate, make_optimizer
 
 __all__ = ["WARMUP_STEPS", "WEIGHT_DECAY", "Settings", "load_slides", "train_downsampled", "train_on_patches"]
 
-#: Of the optimizer, in all three ways.
+#: Of the optimizer, in all three methods.
 WEIGHT_DECAY = 0.01
-#: Optimizer steps in which the learning rate rises, in all three ways.
+#: Optimizer steps in which the learning rate rises, in all three methods.
 WARMUP_STEPS = 20
 
 _MEAN, _STD = 0.7, 0.2
@@ -35,7 +35,7 @@ _MEAN, _STD = 0.7, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of all three ways.
+    """Common settings of the three methods.
 
     Attributes:
         size_px: side of a slide.
@@ -43,7 +43,7 @@ class Settings:
         slides_per_step: so many slides, or as many pixels, make a step.
         learning_rate: of AdamW, after the warm-up and before a half cosine.
         head: of the network.
-        seed: of all that is drawn.
+        seed: of all random numbers.
     """
 
     size_px: int
@@ -60,7 +60,7 @@ def load_slides(table: SlideTable, level: int) -> dict[str, Tensor]:
 
 
 def train_downsampled(table: SlideTable, images: dict[str, Tensor], settings: Settings) -> list[Prediction]:
-    """Train on slides made small; predictions of the slides that are not for training."""
+    """Train on downsampled slides; predictions of the slides that are not for training."""
     training = [record for record in table.records if record.split == "train"]
     count = settings.slides_per_step * (settings.size_px // next(iter(images.values())).shape[-1]) ** 2
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-# The examples are not an installed package: let this one find the others from wherever it is started.
+# The examples are not an installed package: this path makes the others importable from any folder.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft
@@ -57,7 +57,7 @@ SHUFFLED = 1  # the number of the class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A way to train, and its result."""
+    """Result of one training method."""
 
     name: str
     auc: Estimate
@@ -67,7 +67,7 @@ class Row:
 
 
 def main() -> int:
-    """Make slides, train three ways, write results.md; returns the exit status."""
+    """Make slides, train with three methods, write results.md; returns the exit status."""
     arguments = parse_arguments()
     try:
         return run(arguments)
@@ -80,9 +80,9 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/needle"), help="folder for slides and results")
-    parser.add_argument("--slides", type=int, default=400, help="how many slides to make")
+    parser.add_argument("--slides", type=int, default=400, help="number of slides")
     parser.add_argument("--size", type=int, default=1024, help="their side in px")
-    parser.add_argument("--needle", type=int, default=32, help="side in px of what decides")
+    parser.add_argument("--needle", type=int, default=32, help="side in px of the deciding square")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training slides")
     parser.add_argument("--patch", type=int, default=128, help="side in px of the patches of the patch baseline")
     parser.add_argument("--head", choices=("gap", "max", "attention"), default="max", help="of the network, in all three")
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--baseline-lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="of the others: the best in validation counts"
     )
-    parser.add_argument("--more", type=int, default=4, help="also train the patch baseline on so many times as many pixels; 0: do not")
+    parser.add_argument("--more", type=int, default=4, help="also train the patch baseline on this multiple of the pixels; 0: do not")
     parser.add_argument("--budget", default="24MiB", help="bytes for the whole-slide training")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
     chosen = parser.parse_args()
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     code = run_wsi(["train", "--config", str(write_config(arguments, table_path)), "--bootstrap", "0"], trust="examples.needle")
-    # The last weights, as of the other two ways, and not those that did best in validation.
+    # The last weights, as for the other two methods, and not those of the best validation result.
     last = arguments.out / "test-last"
     code = code or run_wsi(
         ["evaluate", str(arguments.out / "run"), "--split", "test", "--checkpoint", "last", "--out", str(last)], trust="examples.needle"
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows += train_best(arguments, table, task, settings, on_patches)
     num_test = sum(record.split == "test" for record in table.records)
     if arguments.more:
-        write_results(arguments, rows, hits, num_test=num_test)  # what follows takes longest
+        write_results(arguments, rows, hits, num_test=num_test)  # the next step takes longest
         longer = replace(settings, num_steps=arguments.more * settings.num_steps)
         best = max(rows[2:], key=lambda row: row.auc.value).learning_rate
         more = train_best(arguments, table, task, longer, on_patches, rates=[best])
@@ -189,7 +189,7 @@ def train_best(
 
 
 def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
-    """For each positive test slide, whether the class-activation map of the whole-slide model is highest in the needle; draws the first."""
+    """True for each positive test slide with the maximum of its class-activation map in the needle; draws the first."""
     config = read_config(arguments.out / "run" / "config.yaml")
     experiment = load_experiment(config, trust="examples.needle")
     checkpoint = CheckpointFolder(arguments.out / "run" / "checkpoints").load("last")
@@ -225,7 +225,7 @@ def draw_map(
     corner: tuple[int, int],
     needle_px: int,
 ) -> None:
-    """Draw a slide, the square that decides and what is around it, and the class-activation map over its cells; the square is framed."""
+    """Draw a slide, the deciding square with its surroundings, and the class-activation map over its cells; the square is framed."""
     with Slide(slide_path) as slide:
         pixels = slide.read(0, 0, slide.width_px, slide.height_px)
     (top, left), margin = corner, needle_px // 2

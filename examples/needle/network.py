@@ -1,9 +1,9 @@
 """The common network of whole slides, downsampled slides and patches: two convolutions, 8 x 8 px to a position.
 
-The first convolution's filters start with zero mean. What they answer to at first is then texture and not brightness, which varies more all
-over a slide than anything small does: with a maximum over positions, the gradient of a slide goes to the position that answers most, and
-filters that see brightness send it to the darkest or the brightest place, where nothing is to be learnt. There are many filters for the
-same reason: some of them should answer to what decides before anything is learnt. With half as many, one start of several found none.
+The first convolution's filters start with zero mean, so that they respond to texture and not to brightness, which varies more over a slide
+than any small structure. With a maximum over positions, the gradient of a slide goes to the position of the largest response. Filters that
+respond to brightness send it to the darkest or the brightest position, which has no information. There are many filters for the same
+reason: some should respond to the deciding texture before training. With half as many, one initialisation of several had none.
 """
 
 from __future__ import annotations

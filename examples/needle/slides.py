@@ -3,7 +3,7 @@
 Each slide is a mosaic of squares of a real H&E slide, turned and mirrored, of its calmer tissue. Somewhere on it lies one small square of
 its roughest tissue. On positive slides the pixels inside each of its 8 x 8 blocks are shuffled, on negative ones it is as it was. A block
 keeps its pixels and so its mean: at the level of the pyramid where a pixel is the mean of 8 x 8, a slide is the same, bit for bit,
-whichever of the two it is. What decides is there at full resolution only, at one place that nobody marked.
+for both classes. The deciding texture exists at full resolution only, at one unmarked position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sft.sources.image import Pixels
 __all__ = ["BLOCK_PX", "make_slides"]
 
 SOURCE = Path(__file__).resolve().parents[1] / "data" / "CMU-1-Small-Region.svs"
-#: What is shuffled, and the downsampling at which nothing of it is left.
+#: Side of the shuffled blocks in px, and the downsampling at which the shuffle has no effect.
 BLOCK_PX = 8
 _MOSAIC_PX = 128
 _MPP = 0.5
@@ -30,11 +30,11 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
     """Write slides and their table; half of them are positive, a half is for training, a sixth for validation, a third for testing.
 
     Args:
-        folder: where; made if it is not there.
-        num_slides: how many.
+        folder: folder of the files; created if necessary.
+        num_slides: number of slides.
         size_px: side of a slide; a multiple of 128.
-        needle_px: side of the square that decides; a multiple of 8.
-        seed: of all that is drawn.
+        needle_px: side of the deciding square; a multiple of 8.
+        seed: of all random numbers.
 
     Returns:
         The table, a CSV file.
@@ -66,7 +66,7 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
 
 
 def _tissue(pixels: Pixels) -> list[tuple[int, int]]:
-    """(top, left) of overlapping squares that hold next to no glass; those whose blocks differ least in themselves come first."""
+    """(top, left) of overlapping squares with almost no glass, sorted by the variation inside their blocks, lowest first."""
     side, step, count = _MOSAIC_PX, _MOSAIC_PX // 2, _MOSAIC_PX // BLOCK_PX
     squares = []
     for top in range(0, pixels.shape[0] - side, step):

@@ -74,7 +74,7 @@ def gradient_difference(ours: nn.Module, plain: nn.Module) -> float:
 
 
 def import_torchvision() -> None:
-    """Import torchvision if it is installed, also where its compiled operators are for another build of torch than the one here."""
+    """Import torchvision if it is installed, also if its compiled operators are for another build of torch."""
     if importlib.util.find_spec("torchvision") is not None:
         import_library("torchvision")
 

@@ -14,8 +14,8 @@ def train(accelerator: Accelerator, net: nn.Module, batches: Iterable[Any], num_
     """Train, and return the model without Accelerate's wrappers.
 
     Args:
-        accelerator: says precision, devices and how many batches make a step.
-        net: what ``sft.compile`` returned.
+        accelerator: precision, devices and number of batches of a step.
+        net: result of ``sft.compile``.
         batches: pairs of images and targets, a ``DataLoader`` as a rule.
         num_epochs: passes over the batches.
     """

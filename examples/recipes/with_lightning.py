@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 # [recipe]
 class Classifier(pl.LightningModule):
-    """Trains ``net``, which ``sft.compile`` returned."""
+    """Classifier that trains ``net``, the result of ``sft.compile``."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

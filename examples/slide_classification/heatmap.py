@@ -1,8 +1,8 @@
 """The class-activation map of a pooled classifier, drawn over the slide.
 
 Pooling and the linear layer commute: the logit of a class is the average over all positions of the feature map
-weighted by that class's row of the classifier, plus the bias.  The weighted map therefore *is* the decision, split by
-position; nothing about it is estimated.
+weighted by that class's row of the classifier, plus the bias.  The weighted map therefore *is* the decision, split by position, without any
+estimate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def class_activation_map(features: Tensor, classifier: nn.Linear, label: int) ->
 
 
 def draw_heatmap(path: Path, image: Tensor, evidence: npt.NDArray[np.float32], *, stride_px: int, title: str) -> None:
-    """Draw the slide, and beside it the slide under its class-activation map.
+    """Draw the slide, and the slide under its class-activation map next to it.
 
     Args:
         path: the image file to write.
@@ -47,7 +47,7 @@ def draw_heatmap(path: Path, image: Tensor, evidence: npt.NDArray[np.float32], *
     thumbnail = _thumbnail(image)
     slide_extent = (0, width_px, height_px, 0)
     # With odd kernels and half padding, position i looks at the neighbourhood of px i * stride, whose middle is half a px further
-    # (sft.position_grids says so for any network).
+    # (sft.position_grids computes it for any network).
     rows, cols = evidence.shape
     first = (1 - stride_px) / 2
     map_extent = (first, first + cols * stride_px, first + rows * stride_px, first)

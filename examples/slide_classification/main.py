@@ -3,8 +3,8 @@ needs.
 
     python examples/slide_classification/main.py
 
-The gradients are those of plain PyTorch: the first loss of both is printed side by side.  What one slide cannot show is
-generalisation; the loss falls because the network learns this slide by heart.
+The gradients are those of plain PyTorch; the first losses of both are printed side by side. One slide cannot show generalisation: the loss
+falls because the network memorises the slide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of steps, complete after each."""
+"""Table of steps, saved after each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One training step of plain PyTorch, measured: the number that the demo is compared with.
+"""Measured training step of plain PyTorch, for comparison with the demo.
 
-It runs in a process of its own, so that a machine on which plain PyTorch does not fit loses this process and not the
-demo.
+It runs in a process of its own, so that running out of memory ends this process and not the demo.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["PlainFailed", "measure_in_subprocess"]
 
 
 class PlainFailed(Exception):
-    """The process that ran plain PyTorch did not come back with a result."""
+    """The process of plain PyTorch ended without a result."""
 
 
 def measure_in_subprocess(slide_path: Path, seed: int) -> StepResult:
@@ -38,7 +37,7 @@ def measure_in_subprocess(slide_path: Path, seed: int) -> StepResult:
     command = [sys.executable, __file__, "--slide", str(slide_path), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
-        raise PlainFailed(f"ended by {signal.Signals(-done.returncode).name}, probably for want of memory")
+        raise PlainFailed(f"ended by {signal.Signals(-done.returncode).name}, probably out of memory")
     if done.returncode > 0:
         raise PlainFailed(" ".join(done.stderr.split("\n")[-2:]).strip() or f"exit status {done.returncode}")
     return StepResult(**json.loads(done.stdout.splitlines()[-1]))

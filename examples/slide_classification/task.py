@@ -2,8 +2,7 @@
 
 A randomly initialised network with the default running statistics (mean 0, variance 1) does not normalise anything: its
 activations grow from block to block.  So the statistics are measured once, on four crops of the slide, and then frozen,
-which is the custom in slide training (a batch of one slide has no batch statistics to speak of).  Everything else
-trains.
+as is usual in slide training (batches of one slide have no useful statistics). Everything else trains.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from sft.sources import Image, load_tensor
 
-# The examples are not an installed package: let this one find examples/models.py from wherever it is started.
+# The examples are not an installed package: this path makes examples/models.py importable from any folder.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from examples.models import PooledClassifier, freeze_norm, resnet18
@@ -37,7 +36,7 @@ class StepResult:
 
     loss: float
     seconds: float  #: forward and backward, without the optimizer
-    peak_bytes: int  #: the most held at once besides the parameters and buffers: the input counts
+    peak_bytes: int  #: peak bytes without parameters and buffers; the input counts
 
 
 def load_image(image: Image) -> Tensor:

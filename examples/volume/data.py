@@ -1,8 +1,8 @@
-"""A real brain with its tissues: the ICBM 152 non-linear symmetric template (Fonov et al., 2011), which nilearn brings with it, at 1 mm.
+"""A real brain with its tissues: the ICBM 152 non-linear symmetric template (Fonov et al., 2011), which is in nilearn, at 1 mm.
 
-The template is the average of 152 people, so noise is added, anew at every step. There is one volume; what is learnt on its left half is
-tested on its right half. The two are much alike, as halves of brains are: this shows that a network trains on a whole volume, not how well
-it would do on another person's.
+The template is an average of 152 people, so noise is added, anew at every step. There is one volume: the network trains on its left half
+and is tested on its right half. The halves are similar, so the result shows that a network trains on a whole volume, and not its accuracy
+on another brain.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ __all__ = ["DARKEST", "IGNORED_LABEL", "TISSUES", "Brain", "load_brain"]
 
 #: Names of the labels 0, 1, ...
 TISSUES = ("background", "fluid and rest", "grey matter", "white matter")
-#: Four fifths of the voxels are outside of the brain. Were they as dark as they are, norms would hardly tell tissues from each other.
+#: Lower bound of intensities. Four fifths of the voxels are outside of the brain; at their true darkness they would dominate the statistics
+#: of norms.
 DARKEST = -3.0
-#: Voxels that count for nothing.
+#: Label of voxels without weight in the loss.
 IGNORED_LABEL = 255
 
 
@@ -42,10 +43,10 @@ class Brain:
 
 
 def load_brain(every: int = 1) -> Brain:
-    """Load it.
+    """Load the template.
 
     Args:
-        every: keep each so many voxels along each axis; 1 is all of them, 1 mm apart.
+        every: keep every n-th voxel along each axis; 1 is all of them, 1 mm apart.
 
     Raises:
         SourceError: nilearn is not installed.
@@ -60,7 +61,7 @@ def load_brain(every: int = 1) -> Brain:
         for image in (template, datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1))
     )
     inside = intensity > 0
-    # Fluid is what is left of the brain; the most likely of the three is the label.
+    # Fluid is the rest of the brain; the most likely of the three is the label.
     shares = np.stack([np.clip(1 - grey - white, 0, 1), grey, white])
     labels = np.where(inside, 1 + shares.argmax(0), 0)
     volume = np.maximum((intensity - intensity[inside].mean()) / intensity[inside].std(), DARKEST)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The examples are not an installed package: let this one find the others from wherever it is started.
+# The examples are not an installed package: this path makes the others importable from any folder.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft
@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=4, help="channels of the network at full resolution")
     parser.add_argument("--share", type=float, default=0.7, help="of the bytes that plain PyTorch needs: the budget")
     parser.add_argument("--start", type=Path, help="begin with these weights, such as weights.pt of a coarser run")
-    parser.add_argument("--every", type=int, default=1, help="keep each so many voxels along each axis")
+    parser.add_argument("--every", type=int, default=1, help="keep every n-th voxel along each axis")
     parser.add_argument("--noise", type=float, default=0.2, help="standard deviation of the noise, in those of the brain")
     parser.add_argument("--lr", type=float, default=1.5e-2, help="learning rate of AdamW, after a half cosine")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         BudgetError: the share of plain's bytes is too small.
-        SourceError: the brain is not there.
+        SourceError: nilearn is not installed.
     """
     torch.manual_seed(arguments.seed)
     brain = load_brain(arguments.every)
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     peak_bytes = 0
     for step in range(arguments.steps):
         noisy, labels = _noisy(brain, arguments.noise), brain.left
-        if step % 2:  # so that it is not a matter of place which half has labels
+        if step % 2:  # so that the labelled half is not always on one side
             noisy, labels = noisy.flip(4), labels.flip(3)
         optimizer.zero_grad()
         with sft.measure_peak("cpu") as peak:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
             loss.backward()
         optimizer.step()
         schedule.step()
-        # Volume and labels were there before.
+        # Volume and labels existed before.
         peak_bytes = max(peak_bytes, peak.num_bytes + noisy.nbytes + labels.nbytes)
         if step % max(1, arguments.steps // 10) == 0 or step == arguments.steps - 1:
             print(f"step {step + 1} of {arguments.steps}: loss {loss.item():.4f}, {time.perf_counter() - started:.0f} s", flush=True)

@@ -1,11 +1,10 @@
 """SegResNet (Myronenko, "3D MRI brain tumor segmentation using autoencoder regularization", 2018): residual blocks of group norm, ReLU and
 3 x 3 x 3 convolutions, down by strides, up by interpolation, skips added.
 
-Group norms take their statistics from the whole volume: that of a patch would be another function. This is what a network that is trained
-on patches never sees, and what makes its border voxels differ from its inner ones.
+Group norms take their statistics from the whole volume; on a patch they are another function.
 
-What is added to something else begins at zero, blocks as well as what comes up from below (Goyal et al., "Accurate, large minibatch SGD",
-2017, section 5.1, for blocks): the network begins as stem and head, learns what brightness alone tells, and then what is around a voxel.
+Branches that are added to a skip start at zero: blocks (Goyal et al., "Accurate, large minibatch SGD", 2017, section 5.1) and upsampled
+features. The network starts as stem and head and first learns from the brightness of a voxel, then from its neighbourhood.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Settings that every test shares: Hypothesis profiles, and a fixture for tests that collect garbage.
+"""Common settings of all tests: Hypothesis profiles, garbage collection, fixtures.
 
-Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (3, derandomised; what `make test`
-takes, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
+Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (3, derandomised, for `make test`; without shrinking,
+which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sft.common.free_memory import FreeMemory
 from tests.helpers.capture_cache import share_captures
 from tests.slow import SAMPLED, SLOW, THINNED
 
-# For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
-# not hide installed packages of the same name.
+# For `examples`, and for the `harness` of the benchmarks, which the zoo uses. Appended, not put first: the repository's folders must not
+# hide installed packages of the same name.
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]
 
@@ -34,7 +34,7 @@ collect_ignore = ["zoo", "helpers/forked_state.py"]
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 
-# Times that one test measures must not be there for the next, nor in the user's own files.
+# Measured times of one test must not reach the next one, nor the user's own files.
 os.environ["SFT_CACHE_DIR"] = ""
 
 # budget="auto", the default, is 11 GiB on every machine; tests of it replace this again.
@@ -42,11 +42,11 @@ patch.object(memory_limits, "free_host_memory", lambda: FreeMemory(free_bytes=25
 
 share_captures()
 
-# Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine. Also in processes of tests.
+# Tensors are tiny: a second thread costs more than it saves, most of all on a busy machine. Also in processes of tests.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Full collections take half a second or more, for the objects in caches of torch and SymPy: they run where memory has grown.
+# Full collections take half a second or more, for the objects in caches of torch and SymPy: they run when memory has grown.
 _MAX_GARBAGE_BYTES = 3 << 29
 _STATM = Path("/proc/self/statm")
 _limit_bytes = [_MAX_GARBAGE_BYTES]
@@ -63,7 +63,7 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long; a name that is not a test any more is an error where its file was collected."""
+    """Mark slow tests; a listed name that is no test of a collected file is an error."""
     found = {f"{item.path.name}::{item.name}": item for item in items}
     seen: dict[str, set[tuple[str, str]]] = {}  # by test: values of parameters that a case of `make test` has
     begun: set[str] = set()
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = name.partition("[")[0]
         values = {(key, str(value)) for key, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
         known = seen.setdefault(test, set())
-        # By a hash, as each n-th case might always be of the same tiling.
+        # By a hash: each n-th case might have the same tiling.
         is_drawn = test not in SAMPLED or not values <= known or zlib.crc32(name.encode()) % SAMPLED[test] == 0
         if test in THINNED and test in begun:
             is_drawn &= zlib.crc32(name.encode()) % 3 == 0
@@ -90,21 +90,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Collect garbage where the process has grown: graphs of captures refer to themselves."""
+    """Collect garbage if the process has grown: graphs of captures have reference cycles."""
     if _resident_bytes() > _limit_bytes[0]:
         gc.collect()
         _limit_bytes[0] = _resident_bytes() + _MAX_GARBAGE_BYTES
 
 
 def pytest_unconfigure() -> None:
-    """Collect the last garbage of a worker, whose errors pytest reports; pytest and the interpreter would visit all objects again."""
+    """Collect the last garbage of a worker, so that pytest reports its errors; then exclude all objects from further collections."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         gc.collect()
         gc.freeze()
 
 
 def _resident_bytes() -> int:
-    """Bytes of memory of this process; 0 where the system has no ``/proc``."""
+    """Bytes of memory of this process; 0 without ``/proc``."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:

@@ -1,6 +1,6 @@
-"""Compares random networks with eager PyTorch for some minutes; a mismatch is shrunk, printed, and ends it with exit code 1.
+"""Comparison of random networks with eager PyTorch for some minutes; a mismatch is shrunk and printed, with exit code 1.
 
-``make fuzz``. What it finds becomes a test of its own in ``test_random_networks.py``.
+``make fuzz``. Each mismatch becomes a test in ``test_random_networks.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that run in `make test-slow` only; a smaller one of the same kind stays in `make test`."""
+"""Tests that run in `make test-slow` only; a smaller one of the same kind is in `make test`."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ _TESTS = (
 #: Tests by file, name and parameters.
 SLOW = frozenset((*_TESTS, *(f"{test}[{parameter}]" for test, parameters in _PARAMETERS.items() for parameter in parameters)))
 
-#: Tests of many cases that differ little: `make test` runs about one of so many, and each value of each parameter once at least;
+#: Tests of many similar cases: `make test` runs about one in this number, and each value of each parameter at least once;
 #: `make test-slow` runs the others.
 SAMPLED = {
     "test_window_chunks.py::test_chunks_of_windows_equal_plain": 4,
@@ -464,8 +464,7 @@ SAMPLED = {
     "test_integer_tensors.py::test_whole_numbers_are_computed_with": 16,
 }
 
-#: Tests of many cases of which `make test` runs the first and about each third one, whatever their parameters; `make test-slow` runs the
-#: others.
+#: Tests of many cases: `make test` runs the first and about every third one, regardless of parameters; `make test-slow` runs the others.
 THINNED = frozenset(
     (
         "test_analytic_profile.py::test_profile_equals_the_simulated_sweep",

@@ -1,1 +1,1 @@
-"""Memory floors: the least bytes that networks can be planned with, in a committed table, and the gate that compares."""
+"""Memory floors: bytes of the smallest plans of networks, in a committed table, and the gate that compares."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 _ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(_ROOT))  # behind what is installed: the repository's folders must not hide packages of the same name
+sys.path.append(str(_ROOT))  # after the installed packages, which the repository's folders must not hide
 
 from tests.floors.floor import NetworkFloors, measure_floors  # noqa: E402
 from tests.floors.networks import SETS, Network  # noqa: E402
@@ -64,12 +64,12 @@ def main() -> int:
 
 
 class _OutOfTimeError(BaseException):
-    """The time limit of a network; no handler of exceptions on the way may take it for a refusal."""
+    """Time limit of a network; no base class is caught as a refusal."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTimeError` when the process has computed for so many seconds; 0 for no limit."""
+    """Raise `_OutOfTimeError` after a number of processor seconds; 0 for no limit."""
 
     def stop(*_: object) -> None:
         raise _OutOfTimeError

@@ -1,4 +1,4 @@
-"""Memory floor of a network: the bytes of the smallest plan that the planner knows, next to those of plain PyTorch."""
+"""Memory floor of a network: bytes of the planner's smallest plan, next to those of plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks whose floors are in the tables: those that need no other package, and the zoo."""
+"""Networks of the tables of floors: those that need no other package, and the zoo."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Block(nn.Module):
 
 
 class _HighRes(nn.Module):
-    """HighRes3DNet (Li et al., 2017) in small: dilated residual blocks whose shortcuts are padded by channels of zeros."""
+    """Small HighRes3DNet (Li et al., 2017): dilated residual blocks with shortcuts that are padded by channels of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _HighRes(nn.Module):
 
 
 class _Projection(nn.Module):
-    """A volume to a plane."""
+    """Projection of a volume to a plane."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def zoo_networks() -> dict[str, Network]:
     from tests.zoo.models import CASES
     from tests.zoo.warm import warm_up
 
-    warm_up()  # the packages' imports, also of a torchvision for another torch
+    warm_up()  # imports of the packages, also of a torchvision for another torch
     networks = {}
     for case in CASES:
         factor = _FACTORS[len(case.shape) - 2] if len(case.shape) < 5 or case.shape[1] == 1 else 1

@@ -1,4 +1,4 @@
-"""The committed tables of floors: files, comparison, and the page that people read."""
+"""The committed tables of floors: files, comparison, and the generated page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def differences(committed: Table, measured: Table) -> list[str]:
 
 
 def _risen(before: Floor | None, now: Floor | None) -> Iterator[str]:
-    """Texts about bytes that rose by more than the tolerance."""
+    """Messages about bytes that rose by more than the tolerance."""
     if before is None or now is None:
         return
     for field, text in (("least_bytes", "the floor"), ("resident_bytes", "resident memory")):

@@ -1,1 +1,1 @@
-"""Helpers of several tests: the exactness rule, poisoned buffers, random networks, small models."""
+"""Common helpers of tests: the exactness rule, poisoned buffers, random networks, small models."""

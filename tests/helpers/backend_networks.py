@@ -1,4 +1,4 @@
-"""Small networks whose programs have a kernel of each family to take, and what one training step of them is."""
+"""Small networks with operators for each family of kernels, and their training step."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Copies = Literal["none", "ahead", "tight"]
 
 
 def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int, num_checkpoints: int = 0) -> None:
-    """Let every search return the plan that takes so many samples at a time, with so many checkpoints within them."""
+    """Let every search return the plan with this number of samples at a time and of checkpoints within them."""
 
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         problem: PlanningProblem = search._problem
@@ -41,7 +41,7 @@ def take_windows(
     repeats: bool = False,
     copies: Copies = "none",
 ) -> None:
-    """Let every search return the plan of so many windows at a time, with this strip height of the grid and checkpoints within a chunk.
+    """Let every search return the plan with this number of windows at a time, strip height of the grid and checkpoints within a chunk.
 
     With copies, all values that wait for their next use wait on the host.
     """

@@ -29,7 +29,7 @@ def mesh_of(num_replicas: int, num_bands: int) -> Any:
 
 
 def _step(net: nn.Module, x: Tensor, weights: list[Tensor], scale: float = 1.0) -> list[Tensor]:
-    """Outputs, once their weighted sum has been differentiated."""
+    """Outputs of a step that differentiates their weighted sum."""
     outputs: list[Tensor] = pytree.tree_leaves(net(x))
     loss = sum((scale * (y * w).sum() for y, w in zip(outputs, weights, strict=True) if y.requires_grad), torch.zeros((), dtype=x.dtype))
     if loss.requires_grad:
@@ -52,7 +52,7 @@ def check_bands(
     tolerance: float = 1e-10,
     steps: int = 2,
 ) -> dict[str, float]:
-    """Take steps on a mesh and in eager PyTorch; compare everything, on every rank.
+    """Take steps on a mesh and in eager PyTorch; compare all results, on every rank.
 
     The worst errors by the rule of :mod:`tests.helpers.exactness` are returned.
     """
@@ -63,7 +63,7 @@ def check_bands(
     if synchronized:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = replace(options or sft.Options(), mesh_timeout_seconds=240)
-    # What bands there are is asked before the first call, so that the plan must be the call's.
+    # The bands are queried before the first call, so their plan must be that of the call.
     example = torch.empty(shape, dtype=torch.float64, device="meta", requires_grad=input_grad)
     net: Any = sft.compile(model, example, budget="1GiB", options=options, mesh=mesh, output=output)
     worst = dict.fromkeys(("output", "input_grad", "param_grad", "buffer", "param"), 0.0)
@@ -154,7 +154,7 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
 
 
 def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool) -> None:
-    """Measured peak, FLOPs and traffic of one step are what the plan says of this rank."""
+    """Compare measured peak, FLOPs and traffic of one step with this rank's plan."""
     plan: sft.Plan = net.plan
     assert plan.mesh is not None
     engine = net._sft_engine

@@ -1,12 +1,12 @@
-"""Captures that are made once: tests that plan one model in many ways would spend their time on it.
+"""Shared captures for tests that plan one model in many ways.
 
 All tests of a process share captures of equal calls of equal models (:func:`share_captures`), except those of ``tests/analysis/frontend``,
-which are about captures. Equal are models whose code would run the same way, by the fingerprint that compiled modules compare at each
-call; the shapes of the inputs and all modes are the same, so that the exporter would do the same work again.
+which test captures. Models are equal if they have the fingerprint that compiled modules compare at each call, the same shapes of inputs and
+the same modes.
 
-Inside of :func:`remembered_captures` fewer properties tell models apart. A capture serves every size that it holds for, as it does inside
-compiled modules, so a model that is drawn at many sizes is captured once, too. What tells two models apart is what they print, their
-flags, and what the test says of them (``about``): a module that holds a function prints nothing of it.
+Inside of :func:`remembered_captures` the key of a model is its ``repr``, its flags, and the test's description (``about``), since a module
+with a function as attribute does not print it. A capture serves every size for which its guards hold, as inside compiled modules, so a
+model that is drawn at many sizes is captured once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _shared(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any
     known = None if key is None else _SHARED.get(key)
     if known is None:
         known = capture(model, shapes, *arguments, modes=modes, **keywords)
-        if key is None or known.reads or known.differentiable_constants:  # values of tensors, which the key does not have
+        if key is None or known.reads or known.differentiable_constants:  # values of tensors, which are not in the key
             return known
         _SHARED[key] = known
         if len(_SHARED) > _MAX_SHARED:
@@ -71,7 +71,7 @@ def _shared(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any
 
 
 def _call_key(model: nn.Module, shapes: Sequence[tuple[int, ...]], arguments: Any, modes: CallModes, keywords: Any) -> Hashable:
-    """All that a capture depends on; ``None`` for a model whose attributes or hooks a fingerprint does not have."""
+    """Key of a capture; ``None`` for a model with attributes or hooks that a fingerprint omits."""
     is_known = all(_is_plain(value) for module in model.modules() for _, value in user_attributes(module))
     has_hooks = any(value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks"))
     if not is_known or has_hooks or torch.overrides._get_current_function_mode_stack():
@@ -99,7 +99,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
     """Capture models of one description once, until the block ends and in later blocks about the same."""
 
     def remembered(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, modes: CallModes, **keywords: Any) -> Capture:
-        # A captured graph names parameters and does not hold them.
+        # A captured graph has names of parameters, not the parameters.
         flags = [module.training for module in model.modules()], [(name, value.requires_grad) for name, value in model.named_parameters()]
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
@@ -119,7 +119,7 @@ def one_capture_a_model(*tilings: str) -> Callable[[pytest.FixtureRequest], Iter
     """A fixture for all tests of a module: captures are remembered for all values of these parameters of the tests.
 
     Args:
-        tilings: names of those that say only how a model runs. Any other says which model it is.
+        tilings: names of parameters that change only the execution. All others select the model.
     """
 
     @pytest.fixture(autouse=True)

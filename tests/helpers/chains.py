@@ -1,4 +1,4 @@
-"""Random chains, and searches through everything, against which the solvers are checked."""
+"""Random chains and exhaustive searches: references of the solvers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["every_persistent_schedule", "fastest_of_all_states", "instances", "r
 
 
 def instances(num: int) -> range:
-    """Numbers of random instances: so many, or ``SFT_ORACLE_FACTOR`` times as many (`make test-oracles`)."""
+    """Numbers of random instances: ``count``, or ``SFT_ORACLE_FACTOR`` times as many (`make test-oracles`)."""
     return range(num * int(os.environ.get("SFT_ORACLE_FACTOR", "1")))
 
 
 def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: float = 1.0, backward_seconds: float = 0.0) -> StageChain:
-    """Equal stages of one byte each."""
+    """Chain of equal stages of one byte each."""
     stage = Stage(
         forward_seconds=forward_seconds, backward_seconds=backward_seconds, output_bytes=1, grad_bytes=1, saved_bytes=0 if light else 1
     )
@@ -49,7 +49,7 @@ def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, la
 
 
 def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ...]]:
-    """All of them, written out without the solvers' tables or emitter."""
+    """All persistent schedules, enumerated without the solvers' tables or emitter."""
 
     def returning(i: int) -> tuple[Operation, ...]:
         stage, x = chain.stage(i), tuple(free_op(activation_name(i)))
@@ -81,7 +81,7 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
 def fastest_of_all_states(chain: StageChain, budget_bytes: int) -> float | None:
     """Least time over *all* schedules of a light chain, checkpoints dropped and made again at will; None if nothing fits.
 
-    Dijkstra over (activations held, gradient held): a move runs one operation, or drops one activation. The loss needs ``x_n``.
+    Dijkstra over (stored activations, stored gradient): a move runs one operation, or drops one activation. The loss needs ``x_n``.
     """
     assert all(stage.is_light for stage in chain.stages)
     n = chain.num_stages

@@ -1,15 +1,15 @@
-"""Served by ``serve_triton``: compile kernels ahead of time, without a GPU or a driver. See ``triton_process.compile_kernels``.
+"""Ahead-of-time compilation of kernels without a GPU or a driver, served by ``serve_triton``. See ``triton_process.compile_kernels``.
 
-A job is a dictionary: ``module`` and ``kernel`` name it, ``target`` is what to compile for (``"sm_90"``, ``"gfx942"``), ``signature``
+A job is a dictionary: ``module`` and ``kernel`` name it, ``target`` is the architecture (``"sm_90"``, ``"gfx942"``), ``signature``
 maps runtime parameters to Triton's types, ``constants`` the others to values (``"tl.float32"`` stands for the dtype),
-``aligned`` lists what may be taken as a multiple of 16. The result is a dictionary of what the code costs.
+``aligned`` lists parameters that are multiples of 16. The result is a dictionary of the code's resources.
 
-Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``target``. The
-launch is called with kernels that note what they are called with, and what it would have compiled is compiled. With ``affected`` it is
-called as on a Hopper GPU whose assembler overwrites computed operands of products (see ``kernels/common_triton.py``).
+Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device are enough) and ``target``. The launch is called
+with kernels that record their arguments, and its kernel is compiled. With ``affected`` it is called as on a Hopper GPU with an assembler
+that overwrites computed operands of products (see ``kernels/common_triton.py``).
 
-Or a job names a standard network: ``network`` and ``numbers``, and ``affected``. Nothing is compiled then; the result is what ``python -m
-sft tune`` would launch for it, each launch as a job of the first kind without its target. Its trials run on tensors without memory.
+Or a job names a standard network: ``network`` and ``numbers``, and ``affected``. Nothing is compiled then; the result has the launches of
+``python -m sft tune`` for it, each as a job of the first kind without its target. Its trials run on tensors without memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _nvidia_cost(ptx: str, capability: int) -> dict[str, int]:
 
 
 def _amd_cost(code: str) -> dict[str, int]:
-    """The same of a gfx target, as far as it has the like."""
+    """Resources of the code for a gfx target, as far as it has the same quantities."""
     return {
         "registers": _number(r"\.vgpr_count:\s+(\d+)", code),
         "spilled_bytes": 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", code),
@@ -95,11 +95,11 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 @contextmanager
 def _noted(*, affected: bool, warp_groups: bool = True) -> Iterator[list[_Call]]:
-    """Kernels that are called in here are noted, not run: each with its arguments.
+    """Context that records kernels with their arguments, and does not run them.
 
     Args:
-        affected: as where products of computed operands are wrong.
-        warp_groups: as where products are those of warp groups.
+        affected: as on a GPU with wrong products of computed operands.
+        warp_groups: as on a GPU with products of warp groups.
     """
     calls: list[_Call] = []
 
@@ -178,13 +178,13 @@ def _job(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 def table_launches(
     network: str, numbers: str, *, affected: bool = False, warp_groups: bool = True
 ) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """For each class of a standard network and each way to split it that a table may choose: both labels, and the jobs of its launches.
+    """Labels and jobs of launches, for each class of a standard network and each split that a table may choose.
 
     Args:
         numbers: as `ShapeClass` names them; ``"tf32"`` is fp32 where convolutions may round it.
         affected, warp_groups: as for `_noted`.
     """
-    from sft.backends.selector import launch_variants  # none of these above: most jobs need no planner
+    from sft.backends.selector import launch_variants  # imported here: most jobs need no planner
     from sft.cli import tune
     from sft.cli.tune import STANDARD_NETWORKS
     from sft.planner.options import Options
@@ -230,7 +230,7 @@ def _number(pattern: str, log: str) -> int:
 
 
 def run(job: dict[str, Any]) -> Any:
-    """One job."""
+    """Run one job."""
     if "network" in job:
         return table_launches(**job)
     counts_instructions = job.pop("counts_instructions", False)

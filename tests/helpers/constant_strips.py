@@ -1,4 +1,4 @@
-"""Images with constant rows, and the assertion that leaving strips out changes nothing but the work."""
+"""Images with constant rows, and the assertion that skipped strips change only the work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Skipped:
 
 
 def banded_image(shape: tuple[int, ...], *bands: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A random image of which some bands of rows, ``[first, last+1)``, are each one row over and over."""
+    """A random image in which each of some bands of rows, ``[first, last+1)``, repeats one row."""
     image = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     for first, last in bands:
         image[:, :, first:last] = image[:, :, first : first + 1]
@@ -55,10 +55,10 @@ def assert_exact_skipping(
     steps: int = 2,
     source: Any = None,
 ) -> Skipped:
-    """Assert that the compiled model equals eager PyTorch in float64 though it leaves strips out, and that the plan still bounds it.
+    """Assert that the compiled model equals eager PyTorch in float64 with strips left out, and stays within its plan.
 
     Outputs, all gradients, buffers and updated parameters are compared as in :func:`assert_exact`. The gradients of outputs that are images
-    are constant where the image is. The FLOPs that were counted and those that were left out are those of the plan.
+    are constant where the image is. The counted and the skipped FLOPs together are those of the plan.
     """
     eager, own = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     given = x if source is None else source
@@ -92,7 +92,7 @@ def assert_exact_skipping(
 
 
 def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:
-    """A step on its own: its peak is within the projection, and what was not computed was left out."""
+    """Measured step: its peak is within the projection, and its FLOPs without the skipped ones are counted."""
     leaf = x.clone().requires_grad_(input_grad)
     plan = plan_of(net, leaf) if source is None else net.plan_for(source)
     with StepMeter() as counter:
@@ -114,7 +114,7 @@ def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:
 
 
 def _gradient(output: Tensor, x: Tensor, *, seed: int) -> Tensor:
-    """Of an image random columns, the same in all rows; of anything else random numbers."""
+    """Gradient of an output: random columns for an image, equal in all rows; otherwise random numbers."""
     generator = torch.Generator().manual_seed(seed)
     if output.dim() < 4:
         return torch.randn(output.shape, dtype=output.dtype, generator=generator)

@@ -1,7 +1,7 @@
-"""The command line in a process of its own, which dies at a chosen place.
+"""The command line in a process of its own that is killed at a chosen call.
 
-A process that is killed by a timer dies somewhere; these die where it hurts. The processes come from a server that has imported everything
-already, so that a dozen of them take seconds.
+A timer kills a process at a random place; these are killed at critical ones. The processes are forks of a server with all imports, so that
+a dozen of them take seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Death", "run_process"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """Where and how a process dies.
+    """End of a process: place and manner.
 
     Attributes:
         place: a function, ``module:name`` or ``module:Class.name``.
@@ -60,7 +60,7 @@ def _child(arguments: list[str], death: Death | None) -> None:
         code = main(arguments)
     if code == 1:
         print(output.getvalue())
-    os._exit(code)  # without what a normal end would tidy up
+    os._exit(code)  # without the cleanup of a normal exit
 
 
 def _arrange(death: Death) -> None:

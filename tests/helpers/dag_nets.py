@@ -1,9 +1,9 @@
 """Convolutional DAGs as frozen descriptions, and as modules.
 
 A network is a :class:`Dag`; :class:`DagNet` runs it. A failing example of Hypothesis therefore prints as one expression that rebuilds it:
-``assert_exact(DagNet(Dag(...)), dag.image(), options=sft.Options(...))``. What draws them is in :mod:`tests.helpers.dags`.
+``assert_exact(DagNet(Dag(...)), dag.image(), options=sft.Options(...))``. The strategies that draw them are in :mod:`tests.helpers.dags`.
 
-Values are numbered: 0 is the network's input, ``i + 1`` is what node ``i`` computes.
+Values are numbered: 0 is the network's input, ``i + 1`` the result of node ``i``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A norm: BatchNorm with frozen, random statistics, or one that measures the image."""
+    """A norm: BatchNorm with frozen, random statistics, or one with statistics of the image."""
 
     source: int
     affine: bool = True
@@ -173,7 +173,7 @@ def _join(how: str, values: list[Tensor]) -> Tensor:
 
 
 class DagNet(nn.Module):
-    """Runs a :class:`Dag`; float64, parameters and statistics drawn from its seed."""
+    """Module of a :class:`Dag`; float64, parameters and statistics drawn from its seed."""
 
     def __init__(self, dag: Dag) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ _SMALLEST_MEASURED = 8
 
 
 class _Builder:
-    """Grows a description node by node, keeping the size of every value."""
+    """Description that grows node by node, with the size of every value."""
 
     def __init__(self, draw: st.DrawFn, shape: tuple[int, int, int, int], *, measuring: bool) -> None:
         self.draw, self.measuring = draw, measuring
@@ -146,7 +146,7 @@ class _Builder:
         self.add(Upsample(source=source, factor=factor), (channels, height * factor[0], width * factor[1]))
 
     def activation(self, source: int) -> None:
-        # In place only over a value that nobody has read yet and whose operator does not save its own result.
+        # In place only on a value that has no reader yet and an operator that does not save its result.
         maker = self.nodes[source - 1] if source else None
         may_overwrite = (
             self.readers[source] == 0
@@ -160,7 +160,7 @@ class _Builder:
     def norm(self, source: int) -> None:
         draw = self.draw
         channels, height, width = self.sizes[source]
-        # Few elements have next to no variance: a norm of them would blow rounding up.
+        # Few elements have almost no variance: a norm of them amplifies rounding errors.
         measures = self.measuring and height * width >= _SMALLEST_MEASURED
         kind: Literal["frozen", "batch", "group", "instance"] = "frozen"
         if measures:
@@ -183,7 +183,7 @@ class _Builder:
         if how == "cat" and self.sizes[other][0] + channels > _MAX_CHANNELS:
             self.activation(source)
             return
-        # No a - a in disguise: the difference of two equal values has a true gradient of 0 everywhere, hence no scale.
+        # No a - a: the difference of two equal values has gradient 0 everywhere, hence no scale.
         if how == "sub" and self._same_value(source, other):
             how = "add"
         total = channels + self.sizes[other][0] if how == "cat" else channels
@@ -229,8 +229,8 @@ class _Builder:
 def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10, measuring: bool = False) -> Dag:
     """A valid random network: eager PyTorch runs it forward and backward, and everything stays finite.
 
-    At most two nodes more than ``max_nodes`` (an alignment adds three at once). With ``measuring`` norms over the image are among
-    them.
+    At most two nodes more than ``max_nodes`` (an alignment adds three at once). With ``measuring``, some norms have statistics of the
+    image.
     """
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(5, 40)), draw(st.integers(3, 24)))
     builder = _Builder(draw, shape, measuring=measuring)
@@ -271,9 +271,9 @@ def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10, measuring:
 
 
 def _runs_in_eager(dag: Dag) -> bool:
-    """Whether eager PyTorch accepts the network and keeps every output and gradient finite.
+    """True if eager PyTorch accepts the network and keeps every output and gradient finite.
 
-    Left to reject: a dilated pool whose window lies in the padding only (-inf), and overflow.
+    Rejects dilated pools with a window inside of the padding (-inf), and overflow.
     """
     net = DagNet(dag)
     x = dag.image().requires_grad_(dag.input_grad)
@@ -292,7 +292,7 @@ def _runs_in_eager(dag: Dag) -> bool:
 def tilings(draw: st.DrawFn, dag: Dag) -> sft.Options:
     """Forced strips of 1 to height + 3 rows, in half of the cases in panels, a state kept every k-th strip, a batch tile.
 
-    Where the halo is computed again a tile is never a small part of the image: deep networks would compute most of it in each.
+    With recomputed halos a tile is never a small fraction of the image: a deep network would compute most of the image in each.
     """
     batch, _, height, width = dag.shape
     halo = draw(st.sampled_from(["carry", "carry", "recompute"]))

@@ -1,12 +1,12 @@
-"""Copies to the host and back that are as late as they may be: their bytes move when somebody waits for them, and no sooner.
+"""Copies to the host and back that are as late as possible: their bytes move at the first wait for them.
 
-On the CPU a copy is done when it was begun, so nothing there tells a schedule that waits for its copies from one that forgot to. Inside
-:func:`late_copies` every byte that may not be counted on is poison (all bits set: NaN in floating buffers, -1 in integers):
+On the CPU a copy is complete when its call returns, so a schedule without its waits gives the right results. Inside :func:`late_copies`
+every byte of a copy under way is poison (all bits set: NaN in floating buffers, -1 in integers):
 
-- the copy's place in the slab from the offload to the first wait for it. What is then copied is what the buffer holds at that moment, so
-  whoever changes or reuses the buffer too early is found, too;
+- the copy's place in the slab from the offload to the first wait for it. The copy has the content of the buffer at that moment, so a buffer
+that changes or is reused too early gives wrong results, too;
 - the buffer before its bytes are given back, and again from the prefetch to the first wait for it;
-- the copy's place in the slab when nobody uses it any more.
+- the copy's place in the slab after its last use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _POISON = 255
 
 
 class _LateCopies(HostOffloader):
-    """Values of a step that are on the host, or would be after their copies."""
+    """Values of a step that are on the host, or will be after their copies."""
 
     def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
-        copy = super().offload(target, tensors)  # which has filled the slab already: nothing of that may be read
+        copy = super().offload(target, tensors)  # which has filled the slab already; these bytes may not be read
         self._poison_slab(copy)
         copy.offload_done = partial(self._move, copy, down=True)
         return copy

@@ -1,4 +1,4 @@
-"""Rows that an eager result depends on, by running it: the reference for access maps and tiles."""
+"""Rows that an eager result depends on, measured with NaNs: the reference for access maps and tiles."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from tests.helpers.graphs import every_value, graph_of
 
 __all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]
 
-#: [input row, output row]: whether the latter depends on the former.
+#: [input row, output row]: True if the output row depends on the input row.
 Matrix: TypeAlias = npt.NDArray[np.bool_]
 
 
 def row_dependence(function: Callable[[Tensor], object], shape: tuple[int, int, int], axis: int = 0) -> list[Matrix]:
-    """Who depends on whom, for each ``[N, C, H, W]`` result of ``function``.
+    """Dependence of output rows on input rows, for each ``[N, C, H, W]`` result of ``function``.
 
-    Image ``r`` of one batch has NaNs all along its row ``r``; they reach exactly what is computed from it, through maxima and
-    products alike.
+    Image ``r`` of one batch has NaNs in its row ``r``. NaNs pass through maxima and products, so they reach exactly the dependent elements.
 
     Args:
         function: an eager function of a batch of images.
@@ -50,7 +49,7 @@ def rows_behind(dependence: Matrix, out: Interval) -> list[int]:
 
 
 def operator_dependence(dag: Dag, axis: int = 0) -> dict[str, Matrix]:
-    """For each operator of a network with one operand, run by itself, its rows' dependence on the operand's; names as in ``graph_of``."""
+    """Dependence of rows on those of the operand, for each operator of a network with one operand; names as in ``graph_of``."""
     shapes, found = graph_of(dag).shapes, {}
     for index, node in enumerate(dag.nodes, start=1):
         if isinstance(node, Join):

@@ -1,4 +1,4 @@
-"""A plain model and a compiled one that start alike, and the question whether they still are."""
+"""Pairs of a plain and a compiled model with equal parameters, and comparisons of both."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OPTIONS = sft.Options(tile=(6, 12))
 
 
 def pair(make: Callable[[], nn.Module] = ConvNet, shape: tuple[int, ...] = SHAPE) -> tuple[nn.Module, nn.Module]:
-    """Plain and compiled, with parameters of their own."""
+    """A plain and a compiled model, each with its own parameters."""
     model = seeded(make)
     return model, sft.compile(copy.deepcopy(model), shape, options=sft.Options(tile=(6, shape[3])))
 
 
 def assert_same_grads(ours: nn.Module, eager: nn.Module) -> None:
-    """To rounding."""
+    """Compare gradients up to rounding."""
     assert max(gradient_errors(param_grads(ours), param_grads(eager)).values()) <= 1e-11
 
 
 def assert_same_state(ours: nn.Module, eager: nn.Module, tolerance: float = 1e-9) -> None:
-    """Parameters and buffers, under the same names."""
+    """Compare parameters and buffers by name."""
     theirs = eager.state_dict()
     assert list(ours.state_dict()) == list(theirs)
     for name, value in ours.state_dict().items():

@@ -1,23 +1,22 @@
-"""The one rule for "exact", and the one helper that asserts it.
+"""The definition of "exact", and its assertion.
 
 **The error rule.** Everything is compared with eager PyTorch in float64. The error of a tensor is its largest absolute
 difference, divided by a scale:
 
 * an output, a buffer, the input's gradient: the tensor's own largest absolute value (of the input's gradient, too, not below the
   smallest scale of parameters' gradients).
-  The sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that
-  happens to be near zero has no claim to a relative accuracy of its own.
+  Its elements are sums of terms of about that size, so rounding is in proportion to it; an element near zero has no relative accuracy of
+  its own.
 * a parameter's gradient, and a parameter after the update: the largest absolute value of its kind in the same module.
-  A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
-  module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise. Two
-  norms in a row leave a whole module with gradients whose true value is 0, and a norm before a mean all of them but its
-  own; so the scale is never below a thousandth of the largest gradient in the model. What is wrong by more than 1e-13
-  of that is still found.
+  A bias before a norm has the true gradient 0. Its computed gradient is the rounding error of a sum of large terms, and the module's weight
+  gradient is a sum of the same terms. Relative to the bias gradient itself, the error would be arbitrary. With two norms in a row, all
+  gradients of a module have the true value 0; with a norm before a mean, all but its own. So the scale is never below a thousandth of the
+  largest gradient in the model. Errors above 1e-13 of that are still detected.
 
-Where gradients differ, finite differences say which of the two is wrong (:mod:`tests.helpers.finite_differences`). In the reference,
+If gradients differ, finite differences decide between the two (:mod:`tests.helpers.finite_differences`). In the reference,
 gradients that enter a batch norm are made contiguous: eager PyTorch misreads some that are not.
 
-A scale of zero asks for an error of zero; NaN and infinity are never within tolerance. Which gradients are None, and
+A scale of zero requires an error of zero; NaN and infinity are never within tolerance. Which gradients are None, and
 which outputs require grad, must agree as well.
 """
 
@@ -69,7 +68,7 @@ class InexactError(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactReport:
-    """What :func:`assert_exact` has measured; errors follow the module's rule and are the worst over all steps."""
+    """Measurements of :func:`assert_exact`; errors follow the module's rule and are the worst over all steps."""
 
     output_error: float
     """Over all outputs."""
@@ -113,11 +112,11 @@ def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, T
     """Error of each parameter's gradient (or value), by the module's rule.
 
     Args:
-        ours: gradients by parameter name (``"body.0.weight"``), None where there is none.
+        ours: gradients by parameter name (``"body.0.weight"``), None for absent ones.
         reference: the same of eager PyTorch.
 
     Raises:
-        AssertionError: the names differ, or one has a gradient where the other has none.
+        AssertionError: the names differ, or a gradient is present on one side only.
     """
     assert ours.keys() == reference.keys(), f"parameters {sorted(ours)} instead of {sorted(reference)}"
     module_scale: dict[str, float] = {}
@@ -169,18 +168,18 @@ def _worst(errors: Mapping[str, float], tolerance: float, what: str) -> float:
 
 
 def plan_of(net: nn.Module, *inputs: Tensor) -> sft.Plan:
-    """The plan by which the compiled model ``net`` would run these inputs."""
+    """The plan of the compiled model ``net`` for these inputs."""
     plan: sft.Plan = cast(Any, net).plan_for(*inputs)
     return plan
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What is read off a training step.
+    """Readings of a training step.
 
     Attributes:
         counter: its bytes and FLOPs.
-        begun: the moves that machines of tensors began, and the bytes held then.
+        begun: the moves that machines of tensors began, and the allocated bytes at each.
     """
 
     counter: StepMeter = field(default_factory=StepMeter)
@@ -188,7 +187,7 @@ class _Reading:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Read what happens inside; a step may be read in parts."""
+        """Context that is measured; a step may have several."""
 
         def record_op(machine: TorchMachine, move: ScheduleOp) -> None:
             self.begun.append((str(move), self.counter.peak.current_bytes))
@@ -198,7 +197,7 @@ class _Reading:
             yield
 
     def check(self, plan: sft.Plan, budget: int | str, *, to_the_byte: bool) -> tuple[int, int, sft.Plan]:
-        """Assert what :func:`assert_within_budget` says, and return what it does."""
+        """Check as :func:`assert_within_budget`, with the same result."""
         measured, projected = self.counter.peak.num_bytes, plan.projected_peak_bytes - plan.overhead_bytes
         assert measured > 0, "the meter saw nothing"
         assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
@@ -220,17 +219,17 @@ def assert_within_budget(
 ) -> tuple[int, int, sft.Plan]:
     """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
 
-    The step's inputs, outputs and output gradients are its own, as a plan's peak speaks of them. The parameters' ``.grad`` are None before
+    The step's inputs, outputs and output gradients are counted, as in a plan's peak. The parameters' ``.grad`` are None before
     it, so that accumulators and ``.grad`` are measured too.
 
     Args:
         net: the compiled model.
         x: the input.
         others: further inputs without a gradient.
-        budget: what the model may use.
-        input_grad: whether the input requires grad.
-        to_the_byte: whether the step must also begin the moves of the plan's timeline, no others, hold at the begin of each the bytes that
-            the timeline says (so everything is freed where the plan frees it), and reach the very peak.
+        budget: the model's budget.
+        input_grad: True if the input requires grad.
+        to_the_byte: True if the step must also begin exactly the moves of the plan's timeline, have its bytes at the begin of each
+            (so that all memory is freed where the plan frees it), and reach the projected peak.
 
     Returns:
         Measured peak in bytes, counted FLOPs, and the plan.
@@ -240,7 +239,7 @@ def assert_within_budget(
     reading = _Reading()
     with reading.on():
         inputs = _own(x, others, input_grad=input_grad)
-        # A tensor that the model returns twice gets one gradient: a plan counts values, not how often the caller sums.
+        # A tensor that the model returns twice gets one gradient: a plan counts values.
         wanted = [y for y in {id(y): y for y in _leaves(net(*inputs))}.values() if y.requires_grad]
         _backward(wanted, [torch.ones_like(y) for y in wanted])
     net.zero_grad(set_to_none=True)
@@ -248,7 +247,7 @@ def assert_within_budget(
 
 
 def _own(x: Tensor, others: Sequence[Tensor], *, input_grad: bool) -> list[Tensor]:
-    """Inputs of a step that nobody else has."""
+    """Inputs of a step without further references."""
     return [x.clone().requires_grad_(input_grad), *(other.clone() for other in others)]
 
 
@@ -267,20 +266,19 @@ def assert_exact(
     """Assert that the compiled model equals eager PyTorch in float64, inside its budget, at the FLOPs it planned.
 
     The model is copied, never changed. Both copies take ``steps`` training steps on the same data with the same random
-    output gradients and the same plain SGD update between (a stale buffer shows in the second step only). Our first
-    step happens in poisoned memory, and so with PyTorch's deterministic operators; the others as users run them. The last
-    is also the one whose bytes and FLOPs are counted.
-    Dropout in the reference is positional, with the seed that the compiled model draws.
+    output gradients and the same plain SGD update between (a stale buffer shows in the second step only). Our first step runs in poisoned
+    memory, and so with PyTorch's deterministic operators; the others run as usual. The last is also the one whose bytes and FLOPs are
+    counted. Dropout in the reference is positional, with the seed that the compiled model draws.
 
     Args:
         model: any module whose outputs are tensors in nested tuples, lists and dicts; its training flags are kept.
         x: the input; converted to float64.
         others: further inputs without a gradient; numbers that are not whole are converted, too.
-        budget: what the compiled model may use.
+        budget: budget of the compiled model.
         options: passed on to ``sft.compile``.
         tolerance: largest relative error, by the rule in this module's docstring.
         steps: number of training steps.
-        input_grad: whether the input requires grad.
+        input_grad: True if the input requires grad.
         seed: of the output gradients and of the second step's data.
         to_the_byte: as of :func:`assert_within_budget`.
 
@@ -312,12 +310,12 @@ def assert_exact(
 def rounding_of_eager(
     model: nn.Module, x: Tensor, *others: Tensor, steps: int = 2, input_grad: bool = True, seed: int = 0, weights: bool = False
 ) -> float:
-    """How far eager PyTorch's own answer moves where only roundings differ.
+    """Sensitivity of eager PyTorch's results to rounding.
 
     The largest error, by the rule in this module's docstring and over the steps that :func:`assert_exact` takes, of eager PyTorch on the
     neighbouring float64 numbers of ``x``, and of eager PyTorch in channels-last layout, against eager PyTorch on ``x``. An ill-conditioned
-    model (a norm over two values, a gradient that cancels) amplifies every rounding so; no order of summation is closer to the true answer
-    than that. With ``weights`` also on the neighbouring numbers of the parameters, for answers that do not depend on ``x``.
+    model (a norm over two values, a gradient that cancels) amplifies every rounding error by as much; no order of summation is more
+    accurate. With ``weights`` also on the neighbouring numbers of the parameters, for results that do not depend on ``x``.
     """
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     found = 0.0
@@ -334,7 +332,7 @@ def rounding_of_eager(
 
 
 class _Witness:
-    """A model that sees its input in another way."""
+    """A model with a transformed input."""
 
     def __init__(self, model: nn.Module, of_input: Callable[[Tensor], Tensor]) -> None:
         self.model, self.of_input = model, of_input
@@ -394,7 +392,7 @@ def _compare(
         torch.manual_seed(seed + step)
         tree_eager = eager(x_eager, *others)
         y_eager = _leaves(tree_eager)
-        # Whole numbers among the outputs (labels, masks) have no gradient; what is drawn for them is never used.
+        # Integer outputs (labels, masks) have no gradient; the random numbers for them are not used.
         gradients = [torch.randn(y.shape, dtype=y.dtype if y.requires_grad else x.dtype, generator=generator) for y in y_eager]
         _backward(y_eager, gradients)
 
@@ -493,7 +491,7 @@ def _surroundings(*, is_first: bool, reading: _Reading | None) -> Callable[[], A
 
 
 def _once(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and the gradients of all the places that they are at: a plan counts values, not how often the caller sums."""
+    """Distinct outputs, each with the sum of its gradients: a plan counts values, and a tensor may be returned twice."""
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     for y, gradient in zip(outputs, gradients, strict=True):
         if y.requires_grad:

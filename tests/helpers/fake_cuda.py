@@ -95,7 +95,7 @@ class FakeEvent:
         self._gpu.thread().join(self.clock)
 
     def query(self) -> bool:
-        """True if the calling thread has waited for it, in whatever way."""
+        """True if the calling thread has waited for it."""
         _refuse_capture(self.capture)
         known = self._gpu.thread().clock
         return all(tick <= known.get(number, 0) for number, tick in self.clock.items())
@@ -266,7 +266,7 @@ class FakeGpu:
         if index >= 0 and self._host[index].stop >= start + num_bytes:
             return self._host[index]
         overlapping = [each for each in self._host if each.start < start + num_bytes and each.stop > start]
-        for each in overlapping:  # its memory was freed and allocated again, or is a smaller part
+        for each in overlapping:  # its memory was freed and allocated again, or is a smaller range
             self._host.remove(each)
         return self.new_host_memory(start, num_bytes)
 
@@ -337,7 +337,7 @@ class FakeGpu:
         target.copy_(source)
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_device: bool) -> Any:
-        """Run an operator and note its accesses."""
+        """Run an operator and record its accesses."""
         inputs = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         is_device = on_device or any(self.is_on_device(each) for each in inputs)
         if func is torch.ops.sft.resize_storage_.default and is_device:

@@ -20,7 +20,7 @@ from tests.helpers.fake_cuda import DEVICE, FakeGpu, fake_cuda, observed
 
 __all__ = ["gpu_steps"]
 
-#: Page-locked memory of a step; copies that find no room there have memory of their own.
+#: Page-locked memory of a step; copies that do not fit there have memory of their own.
 _STAGING_BYTES = 8192
 
 

@@ -82,7 +82,7 @@ def _as_cudnn(result: Any, operands: Any) -> Any:
 
 
 class _Transfers(TorchDispatchMode):
-    """Notes copies between the devices from memory that is not page-locked, or that make the host wait."""
+    """Recorder of copies between the devices from memory that is not page-locked, or that make the host wait."""
 
     def __init__(self, issues: Counter[tuple[Any, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -1,4 +1,4 @@
-"""A third opinion on gradients: central differences in float64 decide between two backward passes that disagree.
+"""Central differences in float64, which decide between two different gradients.
 
 Eager PyTorch is the reference of most tests, and can be wrong itself (docs/exactness.md). A directional derivative along the difference of
 two gradients tells which of them is the gradient of the function.
@@ -34,7 +34,7 @@ class Verdict:
 
     @property
     def culprit(self) -> str:
-        """The one that is wrong: ``"ours"``, ``"eager PyTorch"``, or ``"undecided"`` where the function is not smooth there."""
+        """The wrong gradient: ``"ours"``, ``"eager PyTorch"``, or ``"undecided"`` where the function is not smooth there."""
         of_ours, of_eager = abs(self.ours - self.difference), abs(self.eager - self.difference)
         if of_ours * _MARGIN < of_eager:
             return "eager PyTorch"

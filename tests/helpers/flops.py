@@ -1,6 +1,6 @@
-"""Counting FLOPs as ``torch.utils.flop_counter`` does, by its formulas, without its sums by module; bytes, too, where they are wanted.
+"""FLOP counter with the formulas of ``torch.utils.flop_counter``, without its sums by module; optionally with a byte meter.
 
-Most operators have no formula; what to do with one is decided once, not at every call. Our strips call hundreds of thousands.
+Most operators have no formula. The rule of an operator is looked up once, not at each of the hundreds of thousands of calls of strips.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FlopMeter", "StepMeter"]
 
 
 class FlopMeter(TorchDispatchMode):
-    """Counts while it is on.
+    """FLOP counter, as a context.
 
     Attributes:
         flops: counted so far.
@@ -32,7 +32,7 @@ class FlopMeter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping dynamo out would take as long as counting
+        return False  # nothing is compiled here, and disabling dynamo would take as long as counting
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -40,7 +40,7 @@ class FlopMeter(TorchDispatchMode):
         if rule is None:
             rule = self._rules[func] = _rule_of(func)
         formula, is_composite = rule
-        if is_composite:  # its parts have formulas
+        if is_composite:  # its decomposition has formulas
             with self:
                 return func.decompose(*args, **kwargs)
         out = self._call(func, args, kwargs)
@@ -53,7 +53,7 @@ class FlopMeter(TorchDispatchMode):
 
 
 class StepMeter(FlopMeter):
-    """Counts FLOPs, and bytes on the CPU as ``sft.measure_peak`` does: with its meter, called from here instead of by a second mode.
+    """Counter of FLOPs, and of bytes on the CPU with the meter of ``sft.measure_peak``, in one dispatch mode.
 
     Attributes:
         peak: the bytes.
@@ -69,7 +69,7 @@ class StepMeter(FlopMeter):
 
 
 def _rule_of(func: Any) -> tuple[Callable[..., int] | None, bool]:
-    """An operator's formula, and whether it is taken apart instead, as torch does where it has no kernel of its own."""
+    """An operator's formula, and True if it is decomposed instead, as torch does for operators without a kernel."""
     formula = flop_registry.get(getattr(func, "overloadpacket", None))
     if formula is not None or not isinstance(func, torch._ops.OpOverload):
         return formula, False

@@ -16,7 +16,7 @@ __all__ = ["Cut", "FusedSegment", "crossing_cuts", "fused_segments", "separators
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A place between two operators, and what crosses it.
+    """A position between two operators, and the values that cross it.
 
     Attributes:
         position: number of the run's operators before it.
@@ -43,7 +43,7 @@ def crossing_cuts(
     *,
     most_values: int = 1,
 ) -> tuple[Cut, ...]:
-    """The places in a run of operators, both ends included, that at most so many values cross.
+    """Positions in a run of operators, both ends included, that at most ``most_values`` values cross.
 
     Args:
         graph: the graph.
@@ -111,7 +111,7 @@ def fused_segments(run: OperatorRun, wanted: Collection[str] | None = None) -> t
     """The maximal segments between separators that are fused-tileable along all dimensions ``wanted`` (default: the first axis).
 
     They may overlap: an operator between two separators can belong to a segment that ends with it and to one that starts there.
-    Operators that no segment holds cannot be tiled along ``wanted``, whatever stands around them.
+    Operators in no segment cannot be tiled along ``wanted`` in any context.
     """
     cuts = cut_positions(run.graph, run.names, run.streamed)
     required = {run.graph.axes.names[0]} if wanted is None else set(wanted)
@@ -123,7 +123,7 @@ def fused_segments(run: OperatorRun, wanted: Collection[str] | None = None) -> t
     found: list[FusedSegment] = []
     start = 0
     for end in range(1, len(cuts)):
-        # A part of a fused-tileable segment is fused-tileable, so with a later end the start only ever moves forward.
+        # A subsegment of a fused-tileable segment is fused-tileable, so with a later end the start only moves forward.
         grown = start
         while grown < end and not required <= set(segment(grown, end).dimensions):
             grown += 1

@@ -1,4 +1,4 @@
-"""Graphs built by hand, without capture: quick, and with names that a test can speak of."""
+"""Graphs built by hand, without capture: fast, with names for tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Built:
 
 
 class GraphBuilder:
-    """Adds one operator a call; the first argument names its value, the second its operand. The input is ``"x"``."""
+    """Builder of a graph, one operator a call; the first argument names its value, the second its operand. The input is ``"x"``."""
 
     def __init__(self, shape: tuple[int, int, int, int] = (2, 3, 32, 24)) -> None:
         self.shape = shape
@@ -65,7 +65,7 @@ class GraphBuilder:
         self.nodes: list[Node] = [self._node("x", "input", "x", shape)]
 
     def image(self, name: str, shape: tuple[int, int, int, int]) -> str:
-        """One more input."""
+        """Add an input."""
         self.nodes.append(self._node(name, "input", name, shape))
         self.inputs[name], self.channels[name] = shape, shape[1]
         return name
@@ -156,7 +156,7 @@ class GraphBuilder:
 
     def _add(self, name: str, target: str, channels: int, /, **arguments: Any) -> str:
         self.channels[name] = channels
-        # Of an image the analysis only looks at the channels; height and width follow from the table.
+        # The analysis reads only the channels of an image; height and width follow from the table.
         self.nodes.append(self._node(name, "operator", target, (self.shape[0], channels, 0, 0), tuple(arguments.items())))
         return name
 

@@ -1,4 +1,4 @@
-"""Plans with cuts on the host: all that may pass through it, staged by a thread or copied directly."""
+"""Plans with all possible cuts on the host, staged by a thread or copied directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accesses to host memory that no dispatch mode sees: NumPy's copies, strip readers, and page locks."""
+"""Accesses to host memory outside of dispatch modes: NumPy's copies, strip readers, and page locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A local HTTP server of a folder, with ranges of bytes, listings, and faults to order."""
+"""A local HTTP server of a folder, with ranges of bytes, listings, and injected faults."""
 
 from __future__ import annotations
 

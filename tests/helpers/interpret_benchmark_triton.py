@@ -1,4 +1,4 @@
-"""Served by ``serve_triton``: verify cases of the kernel benchmark under Triton's interpreter. See ``triton_process.interpret_benchmark``.
+"""Verification of kernel-benchmark cases under Triton's interpreter, served by ``serve_triton``. See ``triton_process``.
 
 A job is a dictionary with the ``name`` of a case; its result is the largest relative error of the case's results in its last dtype.
 """
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
 import kernel_bench  # a folder of scripts
 import kernel_launches
 
-#: enough for the order of slots to matter; the interpreter runs a program for each
+#: enough to detect a wrong order of slots; the interpreter runs a program for each
 kernel_launches.num_weight_splits, kernel_launches.num_norm_splits = 2, 4
 
 

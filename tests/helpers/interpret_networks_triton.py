@@ -1,7 +1,7 @@
-"""Served by ``serve_triton``: training steps of networks with ``backend="triton"``, under Triton's interpreter.
+"""Training steps of networks with ``backend="triton"`` under Triton's interpreter, served by ``serve_triton``.
 
-Blocks are large, since the interpreter takes its time by the block and not by the element. It also leaves its operands in cycles of
-references, which are collected after each launch, so that memory can be measured.
+Blocks are large, since the interpreter's time depends on the number of blocks, not of elements. It also leaves its operands in reference
+cycles, which are collected after each launch, so that memory can be measured.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _calls(net: Any) -> dict[str, int]:
 
 def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int) -> dict[str, Any]:
     """Training steps of a network: medians over seeds of our relative L2 error and of eager PyTorch's, against fp64; bytes and operations
-    of a step, measured and planned; whether another has the same bits; and the kernels that ran."""
+    of a step, measured and planned; True if a further step has the same bits; and the kernels that ran."""
     ours, eager, found = [], [], {}
     for seed in range(seeds):
         model = _networks.seeded_network(name, seed)
@@ -109,7 +109,7 @@ def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int
 
 
 def _measured(net: Any, x: torch.Tensor, gradient: torch.Tensor, before: list[torch.Tensor]) -> dict[str, Any]:
-    """Bytes of another step, and whether it has the bits of the one before."""
+    """Bytes of a further step, and True if it has the bits of the first one."""
     launch = GridExecutor.__call__
 
     def launch_and_collect(*args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ def inference(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dic
 
 
 def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: str) -> list[tuple[str, str, float, float]]:
-    """Every class of operations that a network has a kernel for, with the kernel's error against fp64 and ATen's."""
+    """Classes of operations with a kernel, with the kernel's error against fp64 and ATen's."""
     collector = CaseCollector()
     model = _networks.seeded_network(name, 0).to(getattr(torch, dtype))
     engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
@@ -155,7 +155,7 @@ def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: st
 
 
 def run(job: dict[str, Any]) -> Any:
-    """One job. Without ``folds_norms`` frozen norms stay operators, as those after wide convolutions do."""
+    """Run one job. Without ``folds_norms`` frozen norms stay operators, as after wide convolutions."""
     torch.set_num_threads(1)
     functions: dict[str, Callable[..., Any]] = {"steps": steps, "inference": inference, "trials": trials}
     limit = fold_norms.MAX_FOLDED_ELEMENTS if job.pop("folds_norms", True) else 0

@@ -1,4 +1,4 @@
-"""Served by ``serve_triton``: run kernels under Triton's interpreter, or the same on a GPU. See ``triton_process.interpret``.
+"""Kernels under Triton's interpreter, or on a GPU, served by ``serve_triton``. See ``triton_process.interpret``.
 
 A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor, or a list of them.
 """
@@ -28,9 +28,10 @@ from tests.helpers.tensor_moves import StorageMoves, map_tensors
 
 
 class _Numpy:
-    """NumPy as the interpreter sees it, with products of matrices that add up in the order of the terms.
+    """NumPy for the interpreter, with matrix products that add terms in order.
 
-    On some CPUs BLAS rounds an element by its place in the matrix. On a GPU it does not, so that tiles have the bits of the whole.
+    On some CPUs the rounding of BLAS depends on an element's position in the matrix. On a GPU it does not, so that tiles have the bits of
+    the full image.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +92,7 @@ def keep(tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
 
 
 def launch(module: str, function: str, arguments: dict[str, Any], results: list[str], affected: bool = False) -> list[Tensor]:
-    """Call a launch with named arguments, or as where products of computed operands are wrong; what it has written is the result."""
+    """Call a launch with named arguments, or as on a GPU with wrong products of computed operands; returns the written tensors."""
     called = getattr(importlib.import_module(module), function)
     with patch.object(importlib.import_module(module), "can_compute_operands", lambda device: False) if affected else nullcontext():
         _call(called, arguments)
@@ -106,7 +107,7 @@ def train(kind: str, settings: dict[str, Any], backends: list[str], dtype: torch
     Returns:
         The parameters at the end, those of repeated blocks stacked; and the numbers of updates by kernels with each backend.
     """
-    import sft  # not above: other jobs need only kernels
+    import sft  # imported here: other jobs need only kernels
     from sft.kernels.optim import optimizers_triton as adamw_triton
     from sft.kernels.optim import optimizers_triton as sgd_triton
 
@@ -167,10 +168,10 @@ def _on_host(param: Tensor) -> Tensor:
 
 
 def run(job: dict[str, Any]) -> Any:
-    """One job, in which a warning is an error."""
+    """Run one job, in which a warning is an error."""
     functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch, "train": train}
     with warnings.catch_warnings():
         if _IS_INTERPRETED:
             warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
+        warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # of NumPy, about infinities that a test drops
         return functions[job.pop("run")](**job)

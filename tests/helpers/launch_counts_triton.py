@@ -1,4 +1,4 @@
-"""Served by ``serve_triton``: kernel calls on CPU tensors with kernels that do nothing, to count what a call launches and dispatches.
+"""Counts of launches and operators of kernel calls, on CPU tensors with kernels that do nothing, served by ``serve_triton``.
 
 A job has a kernel ``call``, the name of its ``method`` and its ``arguments``. The result has the names of the kernels that the method
 launches, in order, and the names of the operators that it dispatches, among them views.
@@ -16,7 +16,7 @@ from sft.common.torch_internals import TorchDispatchMode
 
 
 class _Operators(TorchDispatchMode):
-    """Records the names of all dispatched operators."""
+    """Recorder of the names of all dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ class _Operators(TorchDispatchMode):
 
 
 def run(job: dict[str, Any]) -> dict[str, list[str]]:
-    """One job."""
+    """Run one job."""
     launches: list[str] = []
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

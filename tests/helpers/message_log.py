@@ -1,4 +1,4 @@
-"""Messages that all ranks of a mesh post and wait for in a step of byte counts, and a deadlock check."""
+"""Log of messages that all ranks of a mesh post and wait for in a step of byte counts, and a deadlock check."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(slots=True)
 class _Log:
-    """A link to nobody that writes down what goes over it."""
+    """A link without a peer that records its messages."""
 
     shape: MeshShape
     replica: int
@@ -68,7 +68,7 @@ class _Log:
 
 @dataclass(slots=True, kw_only=True)
 class LoggedMachine(BandTracingMachine):
-    """A machine of byte counts that knows which move runs."""
+    """A machine of byte counts that records the current move."""
 
     move: str = ""
 
@@ -79,7 +79,7 @@ class LoggedMachine(BandTracingMachine):
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A rank's events in a step, and what the step costs."""
+    """A rank's events in a step, and the cost of the step."""
 
     events: tuple[Event, ...]
     projection: Projection
@@ -97,12 +97,12 @@ def logged_step(bands: BandRegionBuilder, shape: MeshShape, replica: int, band: 
 
 
 def num_stuck(ranks: Sequence[Sequence[Event]], *, in_order: bool) -> int:
-    """How many ranks wait forever, where nothing is buffered: a message goes when both of its ends are there.
+    """Number of deadlocked ranks, without buffering: a message is sent when both of its ends are posted.
 
-    Messages of one topic between two ranks meet in the order in which they are posted on either side. With ``in_order`` what a rank posts
-    on one topic runs one after the other, too, as on a stream: only the first that is not through is there.
+    Messages of one topic between two ranks meet in the order in which they are posted on either side. With ``in_order`` the messages that a
+    rank posts on one topic run one after another, as on a stream: only the first incomplete one is posted.
     """
-    posted: dict[tuple[int, int, Topic, bool], int] = defaultdict(int)  # from, to, topic, whether that is the sending end
+    posted: dict[tuple[int, int, Topic, bool], int] = defaultdict(int)  # from, to, topic, True for the sending end
     queues: dict[tuple[int, Topic], list[tuple[int, list[_End]]]] = defaultdict(list)
     there: set[_End] = set()
     through: set[tuple[int, int]] = set()
@@ -135,7 +135,7 @@ def num_stuck(ranks: Sequence[Sequence[Event]], *, in_order: bool) -> int:
     return sum(position < len(events) for position, events in zip(at, ranks, strict=True)) + sum(map(len, queues.values()))
 
 
-#: Between whom, about what, whether it is the sending end, and the how manieth of these.
+#: Both ranks, topic, True for the sending end, and the index among these.
 _End = tuple[tuple[int, int, Topic, bool], int]
 
 

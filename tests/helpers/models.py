@@ -1,4 +1,4 @@
-"""Small models with the habits of large ones. Module-level classes, so that they pickle."""
+"""Small models with the structures of large ones. Module-level classes, so that they pickle."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The fluid offloading problem as a linear programme, one for each offload set: nothing in common with the label search.
+"""Linear programmes of the fluid offloading problem, one for each offload set: an independent reference for the label search.
 
 Time is cut at the operations, in their fixed order: a wait before each, then the operation. In each of these intervals the link carries
 some bytes out and some in. Memory is linear between the cuts, so it is checked at the start and at the end of every operation. In an
-ordered schedule nothing comes back before everything has left: an interval is chosen up to which bytes go out, and from which on they
-come in; all are tried.
+ordered schedule all copies out precede all copies in: up to one interval bytes go out, and from it on they come in. All intervals are
+tried.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fluid_optimum(
 
     Args:
         paths: edges in order, the loss as the last of each.
-        start_bytes: what is on the device in the beginning.
+        start_bytes: bytes on the device at the start.
         budget_bytes: the memory.
         rate: the bytes a second of a half-duplex link.
     """
@@ -53,7 +53,7 @@ def fluid_optimum(
 
 
 class _Programme:
-    """One path and one offload set; what leaves is given for each edge."""
+    """Linear programme of one path and one offload set."""
 
     def __init__(self, edges: Sequence[Edge], leaves: Sequence[bool], start_bytes: int, budget_bytes: int, rate: float) -> None:
         rows, limits = _constraints(edges, leaves, start_bytes, budget_bytes, rate)
@@ -64,8 +64,8 @@ class _Programme:
         self._compute_seconds = sum(edge.forward_seconds + edge.backward_seconds for edge in edges)
 
     def least_seconds(self, turn: int | None = None) -> float | None:
-        """Least time, None if it does not fit; ``turn`` is the interval (two to an operation) in which the link turns round, None lets it
-        carry both ways at any time.
+        """Least time, None if it does not fit; ``turn`` is the interval (two to an operation) in which the link changes direction; None
+        allows both directions at any time.
         """
         bounds: list[tuple[float, float | None]] = [(0, None)] * len(self._cost)
         for interval in range(2 * self._num_ops) if turn is not None else ():
@@ -122,7 +122,7 @@ def _constraints(
         for end, gone in ((False, _GONE_START), (True, _GONE_END)):
             out, back = moved(op, outs, end=end), moved(op, ins, end=end)
             add([(at(op, gone), 1.0), *minus(out)], 0)
-            if is_forward:  # the operation reads its input, which is therefore not gone, and nothing of it saved is there yet
+            if is_forward:  # the operation reads its input, which is therefore still there, and has saved nothing yet
                 made = sum(inputs[: number + 1]) + sum(saves[:number])
                 add(out, made)
                 add([(at(op, gone), 1.0)], made - inputs[number])

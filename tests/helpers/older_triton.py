@@ -38,7 +38,7 @@ def _rounded_once(self: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def repair() -> None:
-    """Adapt an older Triton: 3.6 (of torch 2.11) knows no NumPy 2.4, and 3.6 to 3.8 (of torch 2.11 to 2.14) round an fma twice."""
+    """Adapt an older Triton: 3.6 (of torch 2.11) does not support NumPy 2.4, and 3.6 to 3.8 (of torch 2.11 to 2.14) round an fma twice."""
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     if release < (3, 7):
         interpreter._patch_lang_tensor = _with_newer_numpy(interpreter._patch_lang_tensor)

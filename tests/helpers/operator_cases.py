@@ -1,4 +1,4 @@
-"""Functions of images of one to three axes between convolutions, and the tilings to try them with."""
+"""Functions of images of one to three axes between convolutions, and tilings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn, *, axes: int, least: int = 3, most: int = 14) -> tupl
 
 
 def assert_streams(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Assert that everything in a model that reads an image reads it in strips."""
+    """Assert that all operators on images run in strips."""
     net: Any = sft.compile(model, shape, options=sft.Options(tile=(2, None)))
     assert not net._sft_engine.phases().whole_reasons
 

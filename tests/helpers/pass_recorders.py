@@ -40,7 +40,7 @@ class _Log(TorchDispatchMode):
         return result
 
     def restore(self) -> None:
-        """Give memory from before the recording its content back, since a recording runs nothing."""
+        """Restore memory from before the recording, since a recording runs nothing."""
         for storage, content in self._before.values():
             if storage.nbytes() == len(content):
                 ctypes.memmove(storage.data_ptr(), content, len(content))

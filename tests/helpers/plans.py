@@ -15,7 +15,7 @@ __all__ = ["assert_tiled", "least_budget"]
 
 
 def least_budget(model: nn.Module, input_shape: Any, options: sft.Options | None = None, **arguments: Any) -> int:
-    """The smallest budget in bytes, as the refusal of one byte names it; plans with other settings are not tried."""
+    """Smallest budget in bytes, from the refusal of one byte; plans with other settings are not tried."""
     with patch("sft.api.engine.propose", lambda error, *_: error), pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, input_shape, budget=1, options=options, **arguments)
     return refused.value.needed_bytes

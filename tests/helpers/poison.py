@@ -1,8 +1,8 @@
-"""Poisoned allocations: an element that nobody writes can not look right by luck.
+"""Poisoned allocations: an unwritten element never has the right value by chance.
 
-An uninitialised buffer usually holds zeros or the right values of an earlier run, so a kernel that forgets a row passes
-its tests. Inside :func:`poisoned` every buffer that is asked for without a value is filled first: NaN in floating and
-complex buffers, the largest value in integer ones, True in boolean ones.
+An uninitialised buffer often has zeros or the right values of an earlier run, so a kernel that omits a row passes its tests. Inside
+:func:`poisoned` every buffer that is allocated without a value is filled first: NaN in floating and complex buffers, the largest value in
+integer ones, True in boolean ones.
 
 PyTorch itself fills them in its deterministic mode, so buffers that operators allocate inside are filled too.
 """
@@ -32,7 +32,7 @@ def poisoned() -> Iterator[None]:
         torch._C._get_deterministic_fill_uninitialized_memory(),
     )
     with warnings.catch_warnings():
-        # Deterministic is what we do not ask for: an operator that has no such form runs as it would.
+        # Only warn: operators without a deterministic implementation run as usual.
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch._C._set_deterministic_fill_uninitialized_memory(True)

@@ -1,7 +1,7 @@
-"""The eager reference of a model with dropout, or noise: the same model with positional ones in place of torch's.
+"""Eager reference of models with dropout or noise: the same model with positional random numbers in place of torch's.
 
 Eager PyTorch draws masks from a generator that every operator advances; ours follow positions, a seed and the site, the number of the
-random operator in the order in which they run. The seed is what the compiled model draws from torch's generator at each call.
+random operator in the order in which they run. The compiled model draws the seed from torch's generator at each call.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class _PositionalAlphaDropout(nn.Module):
 
 
 class _Sites:
-    """The number of the random operator that runs next; while the model runs, ``F.dropout`` is one, too, and so is what draws noise."""
+    """Counter of random operators. While the model runs, ``F.dropout`` and operators that draw noise are counted, too."""
 
     def __init__(self) -> None:
         self.next = self.seed = 0
         self._patches: list[pytest.MonkeyPatch] = []
 
     def begin(self, *_: object) -> None:
-        """Before each call of the model."""
+        """Start a call of the model."""
         self.next = 0
         self._patches.append(pytest.MonkeyPatch())
         self._patches[-1].setattr(F, "dropout", self._dropout)
@@ -80,7 +80,7 @@ class _Sites:
             self._patches[-1].setattr(Tensor, name, self._into(distribution, place))
 
     def end(self, *_: object) -> None:
-        """After it, whether it succeeded or not."""
+        """End a call, also after an exception."""
         self._patches.pop().undo()
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -99,7 +99,7 @@ class _Sites:
         *given: Any,
         **options: Any,
     ) -> Tensor:
-        """Attention; weights that are dropped are its result for the rows of an identity as values."""
+        """Attention with dropout; the attention weights are its result with an identity as values."""
         if not dropout_p:
             return _attend(query, key, value, attn_mask, 0.0, *given, **options)
         unit = torch.eye(key.shape[-2], dtype=key.dtype).expand(*key.shape[:-2], -1, -1)
@@ -120,7 +120,7 @@ class _Sites:
 
 
 _NOISE_LIKE: dict[str, Distribution] = {"rand_like": "uniform", "randn_like": "normal"}
-#: With what makes a scale and a shift of the arguments.
+#: Each with a function from its arguments to a scale and a shift.
 _NOISE_INTO: dict[str, tuple[Distribution, Callable[..., tuple[float, float]]]] = {
     "uniform_": ("uniform", lambda low=0.0, high=1.0: (high - low, low)),
     "normal_": ("normal", lambda mean=0.0, std=1.0: (std, mean)),
@@ -129,7 +129,7 @@ _NOISE_INTO: dict[str, tuple[Distribution, Callable[..., tuple[float, float]]]] 
 
 
 class _InOrder(nn.Module):
-    """A positional dropout that takes its site when it runs: a model may register, and reuse, its modules as it likes."""
+    """A positional dropout with a site that is assigned at its call, in any order of registration, and at each reuse of a module."""
 
     def __init__(self, dropout: nn.Module, sites: _Sites, *, draws: bool, axes: int | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Planning problems of models, without planning them."""
+"""Planning problems of models, without a search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem_of(model: nn.Module, shape: Shape, *, training: bool, passes: Callab
 def problems_of(
     model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes
 ) -> list[PlanningProblem]:
-    """The same at several sizes, of one capture."""
+    """Problems of a model at several sizes, from one capture."""
     found = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
     phases = find_phases(passes(found.graph))
     requires_grad: set[str] = set()

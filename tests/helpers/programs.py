@@ -1,4 +1,4 @@
-"""Programs as plain data, whatever their slots are called."""
+"""Programs as plain data, independent of the names of slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["described"]
 
 
 def described(program: Program) -> Any:
-    """All of a program, its slots numbered in the order in which they appear."""
+    """A program with slots numbered by first appearance."""
     numbers: dict[int, int] = {}
 
     def number(given: int) -> int:

@@ -1,10 +1,10 @@
-"""Random networks of one to three axes, of every kind of operator that the table has a row for and some that it has not.
+"""Random networks of one to three axes, with all kinds of operators of the table and some others.
 
-Where :mod:`tests.helpers.dags` draws legal networks of a few operators in all their parameters, a :class:`Wild` is a list of wishes, each
-a kind with some small numbers. :class:`WildNet` makes a layer of each; a wish that PyTorch refuses at the size at hand (a window larger
-than the image) becomes the identity. So every list is a network, and Hypothesis shrinks one by leaving wishes out.
+Where :mod:`tests.helpers.dags` draws legal networks of a few operators in all their parameters, a :class:`Wild` is a list of wishes, each a
+kind with some small numbers. :class:`WildNet` makes a layer of each; a wish that PyTorch refuses at the actual size (a window larger than
+the image) becomes the identity. So every list is a network, and Hypothesis shrinks it by leaving wishes out.
 
-Values are numbered: 0 is the input, ``i + 1`` is what layer ``i`` makes. A wish reads the value ``back`` places before the last one.
+Values are numbered: 0 is the input, ``i + 1`` the result of layer ``i``. A wish reads the value ``back`` places before the last one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOTHING_BUT_ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A kind of layer, which value it reads, and numbers that say the rest."""
+    """A kind of layer, the value that it reads, and numbers that determine its arguments."""
 
     kind: str
     back: int
@@ -148,7 +148,7 @@ def _adaptive(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 
 def _norm(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     axes, channels = len(shape) - 2, shape[1]
-    if math.prod(shape[2:]) < 8:  # few elements have next to no variance: a norm of them would blow rounding up
+    if math.prod(shape[2:]) < 8:  # few elements have almost no variance: a norm of them amplifies rounding errors
         return nn.Identity()
     kind = n[0] % 4
     if kind == 0:
@@ -217,7 +217,7 @@ def _interpolate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 
 
 def _channels(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    """Something among the channels of each pixel."""
+    """An operator over the channels of each pixel."""
     count, extents = shape[1], list(shape[2:])
     groups = math.gcd(count, 2)
 
@@ -301,7 +301,7 @@ def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 
 
 def _join(shape: tuple[int, ...], other: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    """Two values met at one size: cropped, or interpolated, to it."""
+    """Join of two values at one size, by cropping or interpolation."""
     extents = [min(a, b) for a, b in zip(shape[2:], other[2:], strict=True)]
     part = (slice(None), slice(None), *(slice(0, extent) for extent in extents))
 
@@ -336,7 +336,7 @@ KINDS = (*_MAKERS, "join")
 
 
 class WildNet(nn.Module):
-    """Runs a :class:`Wild`; float64, in training mode."""
+    """Module of a :class:`Wild`; float64, in training mode."""
 
     def __init__(self, wild: Wild) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class WildNet(nn.Module):
 
 
 def _granted(wish: Wish, shapes: list[tuple[int, ...]]) -> tuple[Layer, tuple[int, ...]]:
-    """The layer and the shape of what it makes; where it cannot be, what it reads is handed on."""
+    """The layer and the shape of its result; the identity if the layer is impossible at this size."""
     try:
         layer = _join(shapes[0], shapes[1], wish.n) if wish.kind == "join" else _MAKERS[wish.kind](shapes[0], wish.n)
         with torch.no_grad():
@@ -421,14 +421,14 @@ def wild_tilings(draw: st.DrawFn, wild: Wild) -> sft.Options:
 
 @st.composite
 def wild_plannings(draw: st.DrawFn) -> tuple[sft.Options, float]:
-    """Wishes that leave tiles to the planner, and where the budget is between the smallest that works and plain PyTorch's."""
+    """Options that leave tiles to the planner, and the budget as a share between the smallest one and plain PyTorch's."""
     host_budget = draw(st.sampled_from([None, None, "1GiB"]))
     link_bandwidth = draw(st.sampled_from([1e8, 1e10, 1e12])) if host_budget else None
     return sft.Options(host_budget=host_budget, link_bandwidth=link_bandwidth), draw(st.floats(0, 0.9))
 
 
 def wild_budget(wild: Wild, options: sft.Options, share: float) -> int:
-    """The budget in bytes that a share of the way from the smallest to plain PyTorch's stands for."""
+    """Budget in bytes at a share between the smallest one and plain PyTorch's."""
     model = WildNet(wild)
     example = torch.empty(wild.shape, dtype=torch.float64, device="meta", requires_grad=True)
     try:
@@ -442,9 +442,9 @@ def wild_budget(wild: Wild, options: sft.Options, share: float) -> int:
 def assert_wild_exact(wild: Wild, options: sft.Options, *, budget: int | str = "4GiB") -> ExactReport | None:
     """Compare a random network with eager PyTorch.
 
-    A norm over values that happen to be equal divides their rounding by the root of its epsilon. So where there is a difference, ten times
-    as much is allowed as eager's own answer moves by when input and parameters move by their last bit. Where it moves as a whole, nothing
-    can be said, and None is returned.
+    A norm over equal values divides their rounding errors by the root of its epsilon. So the tolerance of a difference is ten times the
+    change of eager PyTorch's own results when input and parameters change by their last bit. If that change is as large as the result, the
+    comparison has no meaning, and None is returned.
     """
     try:
         return assert_exact(WildNet(wild), wild.image(), budget=budget, options=options)
@@ -452,13 +452,13 @@ def assert_wild_exact(wild: Wild, options: sft.Options, *, budget: int | str = "
         own = rounding_of_eager(WildNet(wild), wild.image(), weights=True)
         if own >= _NOTHING_BUT_ROUNDING:
             return None
-        if own <= 1e-11:  # a tenth of the tolerance: it is not that
+        if own <= 1e-11:  # a tenth of the tolerance: the difference has another cause
             raise
         return assert_exact(WildNet(wild), wild.image(), budget=budget, options=options, tolerance=10 * own)
 
 
 def assert_wild_exact_on(device: torch.device, wild: Wild, options: sft.Options) -> float | None:
-    """Compare a random network on a device with eager PyTorch on the CPU; the largest error, or None where nothing can be said.
+    """Compare a random network on a device with eager PyTorch on the CPU; the largest error, or None without a meaningful comparison.
 
     Eager PyTorch on a GPU is no reference: some of its operators are wrong for images channels last.
     """

@@ -1,4 +1,4 @@
-"""Processes that are started once and given one case after another: starting them takes seconds, a case takes milliseconds."""
+"""Long-lived rank processes for many cases: starting them takes seconds, a case takes milliseconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 300.0) -> list[Any]:
-        """What ``case(rank, *arguments)`` returns on each rank.
+        """Results of ``case(rank, *arguments)`` on each rank.
 
         Raises:
             RankFailedError: it raised on one of them, or did not return in time.
@@ -81,7 +81,7 @@ class Ranks:
 
 @contextmanager
 def ranks_of(count: int, folder: Path) -> Iterator[Ranks]:
-    """So many processes, for the time of the context."""
+    """Context with a number of rank processes."""
     ranks = Ranks(count, folder / "store")
     try:
         yield ranks

@@ -17,7 +17,7 @@ class _ReferenceBlock:
 
 @dataclass
 class ReferenceAllocator:
-    """Allocator that follows the rules word by word.
+    """Literal implementation of the allocator's rules.
 
     Attributes:
         settings: the allocator's settings.
@@ -62,7 +62,7 @@ class ReferenceAllocator:
                     at += 1
 
     def _best_segment(self, size: int) -> list[_ReferenceBlock] | None:
-        """The segment with the smallest free block that is large enough, if that may be used."""
+        """The segment with the smallest free block that is large enough, if the rules allow its use."""
         fitting = [
             (block.num_bytes, at)
             for at, segment in enumerate(self.segments)

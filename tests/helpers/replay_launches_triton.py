@@ -1,4 +1,4 @@
-"""Served by ``serve_triton``: runs of kernel calls with a driver that launches nothing, to compare replays with the just-in-time path.
+"""Comparison of replays of kernel calls with the just-in-time path, by a driver that launches nothing, served by ``serve_triton``.
 
 A job has a kernel ``call``, the name of its ``method`` and ``runs``, the arguments of consecutive runs. The result has for each run the
 number of launches that took Triton's just-in-time path, the launches with their arguments (pointers as offsets into the run's operands:
@@ -58,7 +58,7 @@ def _launches(call: Any, method: str, arguments: list[Any]) -> tuple[int, list[A
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """One job."""
+    """Run one job."""
     results = []
     for index, arguments in enumerate(job["runs"]):
         hooked = 0

@@ -1,4 +1,4 @@
-"""A script: do the jobs of a file of functions, until nobody asks any more. See ``triton_process``.
+"""Script that runs jobs of a file of functions until standard input ends. See ``triton_process``.
 
 The file, ``interpret_triton.py`` or ``compile_triton.py``, has a function ``run`` for one job.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def serve(run: Callable[[dict[str, Any]], Any]) -> None:
-    """For each line ``source<tab>target`` of standard input: the results of the jobs pickled in source to target, then ``done``.
+    """Serve lines ``source<tab>target`` of standard input: results of the jobs pickled in source go to target, then ``done`` is printed.
 
-    What goes wrong is written to standard error, and the answer is the error's type.
+    The traceback of an error is written to standard error, and the answer is the error's type.
     """
     for line in sys.stdin:
         source, target = line.rstrip("\n").split("\t")
@@ -39,7 +39,7 @@ def _module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Triton looks a kernel's source up there
+    sys.modules[spec.name] = module  # Triton reads a kernel's source from there
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Small slide files of known pixels, as scanners and converters write them, and damage in known places."""
+"""Small slide files of known pixels, as scanners and converters write them, and damage at known positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLIDE_SIZE = 2220, 2967
 
 
 def tissue_like(height: int, width: int, seed: int = 0) -> Pixels:
-    """Smooth pixels with some noise, so that lossy codecs have something to do."""
+    """Smooth pixels with some noise, for lossy codecs."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     waves = [127 + 90 * np.sin(x / (7 + 3 * c) + c) * np.cos(y / (11 + 2 * c)) for c in range(3)]
@@ -70,9 +70,9 @@ def overwrite_tile(source: Path, target: Path, tile: int, *, share: float = 0.5,
         source: the slide.
         target: the copy.
         tile: counted by rows.
-        share: where in the tile's bytes the damage begins.
+        share: position of the damage as a share of the tile's bytes.
         level: counted among the file's pages.
-        num_bytes: how many bytes.
+        num_bytes: number of inverted bytes.
     """
     import tifffile
 

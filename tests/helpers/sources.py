@@ -23,9 +23,9 @@ __all__ = ["Watched", "mapped_bytes", "reader_threads", "walk", "write_tiled_tif
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Threads of readers that are still there; there must be none once a pass is over."""
+    """Threads of readers; there must be none after a pass."""
     if _reading():
-        gc.collect()  # which takes long, and ends those that nobody holds any more
+        gc.collect()  # which takes long, and ends unreferenced readers
     return _reading()
 
 
@@ -45,9 +45,9 @@ def mapped_bytes(path: Path) -> int:
 
 
 class Watched:
-    """A tensor as a source that counts how often each row of each batch element is asked for.
+    """A tensor as a source that counts the reads of each row of each batch element.
 
-    ``fails_at`` is a row that cannot be read any more, which a test may set at any time.
+    ``fails_at`` is an unreadable row, which a test may set at any time.
     """
 
     def __init__(self, content: Tensor, *, counts: Counter[tuple[int, int]] | None = None, first: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Models as chains of stages: what the tests of recomputation and of copies to the host plan, order and step through."""
+"""Models as chains of stages, for tests of recomputation and of copies to the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["MODELS", "Normed", "assert_same_bits_in_stages", "deep", "plain_plan
 
 
 class Normed(nn.Module):
-    """Norms with running statistics, dropout, a skip, and a shared layer: what a second forward must not do twice."""
+    """Norms with running statistics, dropout, a skip, and a shared layer, which a recomputed forward must not update or draw twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def step(net: Any, x: Tensor, seed: int) -> None:
 
 
 def deep(norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """A few wide layers at full size, then many at half of it: strips in front are worth it, and so is recomputing behind."""
+    """A few wide layers at full size, then many at half of it: strips save memory in the first, recomputation in the second."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 16, 3, padding=1),
         norm(16),

@@ -1,4 +1,4 @@
-"""Models whose weights are streamed, beside the same with resident ones."""
+"""Models with streamed weights, and the same models with resident ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = (2, 3, 20, 16)
 
 
 class Vgg(nn.Sequential):
-    """Convolutions in front, most of the weights behind."""
+    """Convolutions first, then linear layers with most of the weights."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class BatchNormed(nn.Sequential):
 
 
 class Mlp(nn.Sequential):
-    """Vectors: nothing comes in strips."""
+    """Layers on vectors, without strips."""
 
     def __init__(self) -> None:
         super().__init__(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())))

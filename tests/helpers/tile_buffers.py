@@ -1,4 +1,4 @@
-"""Tiles of images as kernels get them: channels-last views into memory that is NaN wherever it is not the tile's data."""
+"""Tiles of images for kernels: channels-last views into memory that is NaN outside of the tile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tile_geometry(
     around: int = 1,
     adjoint: bool = False,
 ) -> Geometry:
-    """The geometry of one tile of an image of these extents, its source buffer ``around`` rows larger than it needs to be.
+    """The geometry of one tile of an image of these extents, with a source buffer that has ``around`` more rows than necessary.
 
     Args:
         outputs: rows and columns of the result: of the output, or of the input for the ``adjoint``.
@@ -77,21 +77,21 @@ def fill_buffer(image: Tensor, spans: tuple[Span, Span], dtype: torch.dtype) -> 
 
 
 def assert_nothing_else_written(buffer: Tensor, context: object) -> None:
-    """All of the buffer has a value, and the memory around it still has none."""
+    """Assert that all of the buffer is written, and nothing of the memory around it."""
     memory = torch.empty(0, dtype=buffer.dtype).set_(buffer.untyped_storage())
     assert not buffer.isnan().any(), ("not written", context)
     assert int((~memory.isnan()).sum()) == buffer.numel(), ("written beyond the buffer", context)
 
 
 def assert_close(result: Tensor, truth: Tensor, scale: Tensor, num_terms: int, context: object) -> None:
-    """A sum of ``num_terms`` products in fp32, rounded to the result's dtype, against fp64.
+    """Compare a sum of ``num_terms`` products in fp32, rounded to the result's dtype, with fp64.
 
     Args:
         scale: the same sum of absolute values: each product and each addition is off by 2**-24 of it at most.
     """
     # Triton's interpreter truncates to bfloat16: off by a whole step, where a GPU rounds to half a step.
     rounding = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-50}[result.dtype]
-    smallest = 2.0**-24 if result.dtype == torch.float16 else 0.0  # half of it is what a subnormal is off by
+    smallest = 2.0**-24 if result.dtype == torch.float16 else 0.0  # half of it is the largest error of a subnormal
     bound = (num_terms + 4) * 2.0**-24 * scale + rounding * truth.abs() + smallest
     error = (result.double() - truth).abs()
     assert bool((error <= bound * 1.01).all()), (float((error / (bound + 1e-300)).max()), context)

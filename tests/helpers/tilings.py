@@ -11,7 +11,7 @@ __all__ = ["is_tiled", "tiled_options"]
 
 @st.composite
 def tiled_options(draw: st.DrawFn, extents: tuple[int, ...]) -> sft.Options:
-    """Strips from one row on, panels or not, carried halos or not, states and batches in parts."""
+    """Tilings with strips from one row on, with and without panels, carried halos, checkpoints and batch tiles."""
     panel = draw(st.none() | st.integers(1, extents[1])) if len(extents) > 1 else None
     recompute = draw(st.booleans())
     return sft.Options(

@@ -10,6 +10,6 @@ from sft.analysis.frontend.torch_patches import PATCHES
 
 
 def skip_patch(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Leave out rows of the table until the end of a test."""
+    """Remove rows of the table until the end of a test."""
     for name in names:
         monkeypatch.setitem(PATCHES, name, replace(PATCHES[name], until="2.0"))

@@ -16,22 +16,21 @@ from tests.helpers.triton_process import compile_kernels
 
 __all__ = ["Gate", "Registers", "check_gates", "in_fp32", "is_swept", "meta_image", "problems_of"]
 
-#: What is compiled for, by the number in ``Gate.when``.
+#: Targets by the number in ``Gate.when``.
 _TARGETS = {80: "sm_80", 90: "sm_90", 942: "gfx942"}
 #: shared memory of one block
 _SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
-#: Registers that a kernel may use, by what is launched and the target, as Triton 3.9 made it. ``SFT_RECORD_REGISTERS=1`` raises or adds
-#: what a compilation finds, so a change of a kernel shows how it changes them; where nothing is recorded, spills are what bounds it.
+#: Limits of registers by launch and target, for Triton 3.9. ``SFT_RECORD_REGISTERS=1`` raises or adds the compiled numbers, so a change of
+#: a kernel shows its effect. Without a record, only spills are limited.
 _RECORD = Path(__file__).parents[1] / "kernels" / "kernel_registers.json"
 _RECORDED_WITH = "3.9."
-#: what kernels at the limit of 255 registers spill with the compilers before: at most so many bytes of a thread
+#: largest number of bytes of a thread that kernels at the limit of 255 registers spill with earlier compilers
 _SPILLS_OF_OLDER = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One launch, and what its kernel's code must be like: no spills, no more shared memory than a block may have, and no more registers
-    than were recorded."""
+    """One launch, and limits of its kernel's code: no spills, at most the shared memory of a block, and at most the recorded registers."""
 
     #: of ``sft.kernels``
     module: str
@@ -46,14 +45,14 @@ class Gate:
     matrix: bool = False
     #: copies of 16 bytes to shared memory
     wide: bool = False
-    #: of those products none has an operand that old assemblers for Hopper overwrite
+    #: none of those products has an operand that old assemblers for Hopper overwrite
     copied_operands: bool = False
-    #: as it is launched on Hopper where the assembler is such an old one
+    #: launch as on Hopper with such an old assembler
     affected: bool = False
 
     @property
     def label(self) -> str:
-        """What is launched: operands with their types and channels, windows, and options."""
+        """Text of a launch: operands with their types and channels, windows, and options."""
         parts = [self.launch]
         for name, value in sorted(self.arguments.items()):
             if isinstance(value, Tensor):
@@ -69,7 +68,7 @@ class Gate:
 
 
 def meta_image(num_channels: int, dtype: torch.dtype, size: tuple[int, ...] = (256, 4096), num_samples: int = 1) -> Tensor:
-    """A channels-last image or volume without memory: what a large tile would be."""
+    """A channels-last image or volume without memory, of the size of a large tile."""
     memory = torch.empty(num_samples, *size, num_channels, dtype=dtype, device="meta")
     return memory.permute(0, len(size) + 1, *range(1, len(size) + 1))
 
@@ -81,7 +80,7 @@ def in_fp32(gate: Gate, precision: str) -> Gate:
 
 
 def is_swept() -> bool:
-    """Whether all is compiled for all targets."""
+    """True if all kernels are compiled for all targets."""
     return os.environ.get("SFT_KERNEL_SWEEP") == "1"
 
 
@@ -96,11 +95,11 @@ def _targets(gate: Gate) -> list[str]:
 
 
 class Registers:
-    """What kernels may use, by label and target: what a file holds, raised by what is found with ``SFT_RECORD_REGISTERS=1``.
+    """Limits of registers by label and target: those of a file, raised to the compiled ones with ``SFT_RECORD_REGISTERS=1``.
 
     Args:
         path: the file.
-        has_spills: whether it also holds the bytes that a thread may spill; otherwise that is none.
+        has_spills: True if the file also has limits of spilled bytes of a thread; otherwise the limit is 0.
     """
 
     def __init__(self, path: Path = _RECORD, *, has_spills: bool = False) -> None:
@@ -109,12 +108,12 @@ class Registers:
         self._is_newest = importlib.metadata.version("triton").startswith(_RECORDED_WITH)
 
     def limit(self, label: str, target: str, found: int) -> int:
-        """The most registers; as many as any GPU has where nothing is recorded, or with another Triton."""
+        """Largest number of registers; that of the hardware without a record, or with another Triton."""
         known = self._raised(label, target, found)
         return known if self._is_newest and known is not None else 512
 
     def spills_limit(self, label: str, target: str, found: int) -> int:
-        """The most bytes that a thread may spill."""
+        """Largest number of bytes that a thread may spill."""
         known = self._raised(label, f"{target} spilled bytes", found) if self._has_spills and found else None
         return max(known or 0, 0 if self._is_newest else _SPILLS_OF_OLDER)
 
@@ -125,7 +124,7 @@ class Registers:
         return self._known.get(label, {}).get(name)
 
     def save(self) -> None:
-        """Write what was found, where that is wanted."""
+        """Write the new limits, if recording is on."""
         if os.environ.get("SFT_RECORD_REGISTERS") == "1":
             self._path.write_text(json.dumps(dict(sorted(self._known.items())), indent=1) + "\n")
 
@@ -141,10 +140,10 @@ def problems_of(
     copied_operands: bool = False,
     fills_warp_groups: bool = True,
 ) -> list[str]:
-    """What is wrong with a kernel's code; the flags as of a `Gate`.
+    """Violations of a gate by a kernel's code; the flags as of a `Gate`.
 
     Args:
-        fills_warp_groups: whether products have the 64 rows that those of warp groups take.
+        fills_warp_groups: True if products have the 64 rows of those of warp groups.
     """
     is_nvidia = target.startswith("sm_")
     bound = registers.limit(label, target, cost["registers"])
@@ -162,9 +161,9 @@ def problems_of(
 
 
 def check_gates(gates: list[Gate], folder: Path) -> None:
-    """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and say all that is wrong with the code.
+    """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and report all violations.
 
-    The sweep also compiles each product as it is launched on Hopper where the assembler overwrites computed operands: it has none then.
+    The sweep also compiles each product for Hopper with an assembler that overwrites computed operands: it has none then.
     """
     old = [gate for gate in gates if gate.matrix and not gate.affected and "variant" not in gate.arguments] if is_swept() else []
     affected = [replace(gate, affected=True, wide=False) for gate in old]

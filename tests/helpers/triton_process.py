@@ -1,6 +1,6 @@
 """Triton in processes of its own: ``TRITON_INTERPRET`` is read when a kernel is defined, so one process cannot do both.
 
-Each script is started once and then serves whoever asks: starting it takes longer than many a test.
+Each script is started once and then serves all tests: its start takes longer than many a test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def interpret_benchmark(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 
 def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """Run the jobs of ``compile_triton``: compile for a GPU that need not be there."""
+    """Run the jobs of ``compile_triton``: compile for a GPU that need not be present."""
     return _run("compile_triton.py", jobs, folder)
 
 
@@ -73,7 +73,7 @@ def _run(script: str, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 @functools.cache
 def _server(script: str) -> tuple[subprocess.Popen[str], Path]:
-    """The process that serves a script, and what it writes beside its answers."""
+    """The process that serves a script, and its standard error."""
     folder = Path(tempfile.mkdtemp(prefix="sft-triton-"))
     is_compiled = script == "interpret_triton.py" and os.environ.get("SFT_KERNELS_ON_GPU") == "1"
     variables = {"TRITON_INTERPRET": "1"} if script.startswith("interpret") else {"TRITON_CACHE_DIR": str(folder / "cache")}

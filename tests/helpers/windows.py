@@ -1,4 +1,4 @@
-"""Models that partition an image into windows: tiles inside the model, and transformers with shifted windows."""
+"""Models that partition an image into windows: tiles cut inside the model, and transformers with shifted windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small whole-slide files of real pixels, tables of them, and a network that is trained on them in seconds."""
+"""Small whole-slide files of real pixels, tables of them, and networks that train on them in seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 class TinyNet(nn.Module):
-    """Three convolutions with norms, a dropout, and a pooled classifier that a backbone is cut off from."""
+    """Three convolutions with norms, a dropout, and a pooled classifier, which the backbone leaves out."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TinyNet(nn.Module):
 
 
 class TileNet(nn.Module):
-    """A convolution with a norm, and linear layers on its mean: a vector of a tile."""
+    """Encoder of tiles: a convolution with a norm, and linear layers on its mean."""
 
     def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def damage_tile(path: Path, number: int = -1) -> None:
 
 
 def write_task(folder: Path, *, num_slides: int = 8, size_px: int = 160) -> Path:
-    """Slides of two classes (as they are, and with red and blue exchanged) of so many patients, and their table."""
+    """Slides of two classes (unchanged, and with red and blue exchanged) of several patients, and their table."""
     rows = []
     for number, (top, left) in enumerate(tissue_places(size_px + 8)[:num_slides]):
         height, width = size_px + 8 * (number % 2), size_px
@@ -147,7 +147,7 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_config(path: Path, table: Path, run: Path, **groups: dict[str, Any]) -> Path:
-    """A configuration of the tiny network, with what is given in place of the defaults."""
+    """Configuration of the tiny network, with overrides of the defaults."""
     settings: dict[str, Any] = {
         "data": {"csv": str(table)},
         "task": {"kind": "classification"},

@@ -1,4 +1,4 @@
-"""Annotations as QuPath and other programs export them, in threads where a class was not found, or was a list of names."""
+"""Annotations of QuPath and other programs, from public threads about missing classes and lists of names as classes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _export(folder: Path, *features: Any) -> Path:
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        (["Tumor"], 3),  # the base class, with all that are derived from it
+        (["Tumor"], 3),  # the base class, with all derived ones
         ("Tumor", 3),
         (["Tumor: Positive"], 2),
         (["Positive"], 3),

@@ -28,7 +28,7 @@ def _make_anchors(features: list[Tensor], strides: Tensor, offset: float = 0.5) 
 
 
 class Detect(nn.Module):
-    """A head in the manner of YOLOv8's: anchors of a size are made when it is first met, from a tensor of strides."""
+    """A head like YOLOv8's: anchors of a size are made at its first use, from a tensor of strides."""
 
     dynamic = False
     shape: Any = None
@@ -124,7 +124,7 @@ def test_huggingface_transformers_detr_position_embeddings() -> None:
 
 
 class Observer(nn.Module):
-    """A fake quantizer with switches in buffers, in the manner of quantization-aware training."""
+    """A fake quantizer with switches in buffers, as in quantization-aware training."""
 
     observer_enabled: Tensor
     fake_quant_enabled: Tensor

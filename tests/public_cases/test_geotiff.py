@@ -1,4 +1,4 @@
-"""Sparse GeoTIFFs: missing tiles are what GDAL reads, whichever reader decodes them."""
+"""Sparse GeoTIFFs: all readers give missing tiles the values of GDAL."""
 
 from __future__ import annotations
 

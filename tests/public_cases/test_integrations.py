@@ -70,7 +70,7 @@ class _Stage(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """Installs its hooks when hidden states are first asked for, and marks itself with an attribute."""
+    """Encoder that installs its hooks at the first request for hidden states, and marks itself with an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def _label_names(model_class: type[nn.Module]) -> list[str]:
 
 
 def _trained(model: nn.Module, module: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
-    """Losses of a loop in the manner of ``transformers.Trainer``: batches lose the columns that ``forward`` does not name."""
+    """Losses of a loop like ``transformers.Trainer``: batches lose the columns that ``forward`` does not name."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches:

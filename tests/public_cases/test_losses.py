@@ -1,7 +1,7 @@
-"""Losses of segmentation libraries, as they come, through ``WithLoss``.
+"""Unchanged losses of segmentation libraries through ``WithLoss``.
 
-The modules here follow the operators of the libraries' losses, which are not installed with the tests: how they make one-hot targets,
-where they get the axes of their sums, and what they assert of the shapes of labels. Where MONAI is installed, its losses are tested too.
+The modules here follow the operators of the libraries' losses, which are not installed with the tests: one-hot targets, axes of sums, and
+assertions about shapes of labels. If MONAI is installed, its losses are tested too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _monai_one_hot(labels: Tensor, num_classes: int) -> Tensor:
 
 
 class _MonaiLoss(nn.Module):
-    """The part that MONAI's losses over regions have in common; subclasses compute one number per class from three sums."""
+    """Base of MONAI's losses over regions; subclasses compute one number per class from three sums."""
 
     class_weight: Tensor | None
 
@@ -175,7 +175,7 @@ def test_losses_of_monai_itself(name: str, keywords: dict[str, Any]) -> None:
 
 
 class SmpDice(nn.Module):
-    """Flattens predictions and labels; labels may have a channel or not."""
+    """Dice loss that flattens predictions and labels; labels may have a channel or not."""
 
     def __init__(self, kind: str = "dice", classes: list[int] | None = None, ignore_index: int | None = None) -> None:
         super().__init__()

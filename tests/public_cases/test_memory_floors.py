@@ -1,4 +1,4 @@
-"""Memory that networks need at least: volumes and images that exceeded the device in public threads, planned at their size."""
+"""Memory floors: volumes and images that exceeded the device in public threads, planned at their size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_proposals")
 
 
 class _DilatedBlock(nn.Module):
-    """Norm, activation and convolution twice, past which channels of zeros are added: as MONAI's HighResBlock writes it."""
+    """Norm, activation and convolution twice, with a shortcut padded by channels of zeros, as in MONAI's HighResBlock."""
 
     def __init__(self, num_inputs: int, num_outputs: int, dilation: int) -> None:
         super().__init__()

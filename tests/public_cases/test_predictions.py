@@ -23,7 +23,7 @@ def _net(norm: type[nn.Module], num_classes: int = 3) -> nn.Module:
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_no_tile_borders_panseg_190_and_napari_convpaint_67(norm: type[nn.Module], tmp_path: Path) -> None:
-    """A tile has other statistics and another neighbourhood than the full image: ``kreshuklab/panseg#190``."""
+    """A tile has statistics and neighbourhoods other than the full image: ``kreshuklab/panseg#190``."""
     model = seeded(lambda: _net(norm)).eval()
     x = image(1, 3, *_SIZE)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""Models that other people wrote, against eager PyTorch: what is exact, what runs in strips, what is refused and why."""
+"""Third-party models against eager PyTorch: exactness, operators in strips, and reasons of refusals."""

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Behind what is installed: the repository's folders must not hide packages of the same name.
+# After the installed packages, which the repository's folders must not hide.
 sys.path.append(str(_ROOT))
 sys.path.append(str(_ROOT / "benchmarks"))  # for `harness`, which writes the results
 

@@ -1,6 +1,6 @@
-"""Which operators stand between how many models and a plan: refusals, counted by their reason.
+"""Counts of refusals by reason.
 
-Reasons come from the messages that a user sees; a reason here is what two messages have in common, names and sizes taken out.
+A reason is a user's message without names and sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Blocker", "blocker_of", "blockers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocker:
-    """One reason."""
+    """A reason of refusals."""
 
     reason: str
     models: tuple[str, ...]
@@ -28,7 +28,7 @@ class Blocker:
 
 
 def blocker_of(problem: str) -> str:
-    """The reason behind one line of a refusal.
+    """The reason in one line of a refusal.
 
     >>> blocker_of("features.3: conv_transpose2d has no exact rule; use nearest upsampling followed by a convolution")
     'conv_transpose2d'
@@ -41,7 +41,7 @@ def blocker_of(problem: str) -> str:
     if exporter:
         return f"torch.export: {exporter[1]}"
     rest = problem.partition(": ")[2] or problem
-    # Here the operator named is fine; what makes its operand whole is not. Values are called after the operators that made them.
+    # The named operator is supported; the one that makes its operand whole is not. Values have the names of their operators.
     whole = re.search(r"operand ([a-z]\w*?)(?:_\d+)? (?:of shape|is not an image)", rest)
     if whole:
         return f"{whole[1]}, whole, meets a strip"
@@ -54,7 +54,7 @@ def blocker_of(problem: str) -> str:
 
 
 def blockers(outcomes: Sequence[Outcome]) -> list[Blocker]:
-    """All reasons, in the order in which removing them one by one helps most at each step."""
+    """All reasons in greedy order: each is the one that unblocks most models after the earlier ones."""
     open_reasons = {
         f"{outcome.package}/{outcome.name}": frozenset(blocker_of(problem) for problem in outcome.problems)
         for outcome in outcomes

@@ -1,4 +1,4 @@
-"""One model of another package: how to build it, and the input that it is checked on."""
+"""Case of a model of another package: constructor and input."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["IMAGE", "LARGER", "MULTIPLE_OF_32", "Case", "Package"]
 Package = Literal["torchvision", "timm", "monai"]
 
 #: Small, and no multiple of the usual strides: strips of 32 rows make three of them and panels of 40 columns two. A batch of two, so that
-#: norms in training mode have something to normalise where the map has shrunk to one position.
+#: norms in training mode have two values where a map has one position.
 IMAGE = (2, 3, 88, 72)
-#: For models whose paths meet again only at sizes that every stride divides.
+#: For models with branches that join only at sizes that every stride divides.
 MULTIPLE_OF_32 = (2, 3, 96, 96)
-#: For models whose last map would be one position: norms over the two values of a batch amplify every rounding, eager's own too.
+#: For models with a last map of one position: norms over the two values of a batch amplify every rounding error, eager's own too.
 LARGER = (2, 3, 128, 128)
 
 

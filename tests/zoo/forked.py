@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The server finds us by this variable alone. Now back behind what is installed: our folders must not hide packages of the same name.
+# The server finds this module by this variable alone. Now move it after the installed packages, which our folders must not hide.
 _OURS = os.environ.pop("PYTHONPATH", "").split(os.pathsep)
 sys.path[:] = [path for path in sys.path if path not in _OURS] + _OURS
 

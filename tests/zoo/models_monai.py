@@ -44,12 +44,12 @@ _NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin_unetr": ("SwinUNETR", {"feature_size": 12, "depths": (1,) * 4, "window_size": 2}),
     "mednext": ("MedNeXt", {"init_filters": 4, **_BLOCKS}),
 }
-#: Classes that call their channels otherwise.
+#: Classes with other names of the channel arguments.
 _IN_CHANNELS = {"resnet10": "n_input_channels"}
 _OUT_CHANNELS = {"resnet10": "num_classes", "SEResNet50": "num_classes", "EfficientNetBN": "num_classes"}
 #: Classes with position embeddings of one size.
 _OF_ONE_SIZE = frozenset({"UNETR"})
-#: Classes whose gates end on maps of one position, and whose norms on maps of a few.
+#: Classes with gates on maps of one position, and norms on maps of a few.
 _BATCH = {"EfficientNetBN": 2, "SEResNet50": 2}
 
 

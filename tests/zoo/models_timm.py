@@ -1,4 +1,4 @@
-"""timm's convolutional networks, the smallest of each family, networks that mix in attention, and transformers of two blocks a stage."""
+"""timm's convolutional networks, the smallest of each family, hybrids with attention, and transformers of two blocks a stage."""
 
 from __future__ import annotations
 

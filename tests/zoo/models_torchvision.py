@@ -1,8 +1,7 @@
 """torchvision's networks: each family of classifiers, videos, the segmentation models, and the dense detectors without their
 post-processing, which is not a function with gradients.
 
-The classifiers of AlexNet and VGG hold up to 120 million parameters behind a pool to 7 x 7; they are made narrow, which changes no
-operator.
+The classifiers of AlexNet and VGG have up to 120 million parameters after a pool to 7 x 7; they are made narrow, which changes no operator.
 """
 
 from __future__ import annotations

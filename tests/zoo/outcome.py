@@ -13,7 +13,7 @@ Kind = Literal["exact", "exact, whole", "refused", "wrong", "crash", "eager cann
 #: From best to worst.
 KINDS: tuple[Kind, ...] = ("exact", "exact, whole", "refused", "eager cannot", "wrong", "crash")
 
-#: What must not be. A refusal is an answer; these are none.
+#: Failures. A refusal is a valid outcome.
 FAILURES: frozenset[Kind] = frozenset({"wrong", "crash"})
 
 
@@ -49,7 +49,7 @@ class TilingOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A model under all tilings; the worst of them is what came of it."""
+    """A model under all tilings; the worst outcome is the model's."""
 
     package: str
     name: str
@@ -61,21 +61,21 @@ class Outcome:
     """Of the case's process, building the model included."""
     tilings: tuple[TilingOutcome, ...] = ()
     commit: str = ""
-    """Of the code that ran it: a resumed run may hold outcomes of several."""
+    """Commit of the code that ran it: a resumed run may have outcomes of several."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """What :meth:`to_json` wrote."""
+        """Read the result of :meth:`to_json`."""
         tilings = tuple(TilingOutcome(**{**tiling, "problems": tuple(tiling["problems"])}) for tiling in data["tilings"])
         return cls(**{**data, "shape": tuple(data["shape"]), "tilings": tilings})
 
     def to_json(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Fields for a JSON file."""
         return asdict(self)
 
     @property
     def label(self) -> str:
-        """Of the case."""
+        """Label of the case."""
         return f"{self.package}/{self.name}"
 
     @property

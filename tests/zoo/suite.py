@@ -1,7 +1,7 @@
 """All cases, each in a process of its own, and the tables that are made of them.
 
-The files are written again after every case, so that an interrupted run leaves what it had; ``--resume`` goes on from there, and with
-``--redo`` runs once more what has been mended since.
+The files are saved after every case. ``--resume`` continues an interrupted run, and with ``--redo`` repeats cases that have been fixed
+since.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ operators that run whole although what they read could come in strips; what foll
 
 _HEADERS = ("model", "input", "weights", "result", "segments in strips", "operators", "FLOPs", "error", "s", "leaves strips at, or reason")
 
-#: How many seconds of a clock a case may take for one of the processor's, on a machine that others use.
+#: Limit of elapsed seconds of a case, for each second of processor time, on a shared machine.
 _PATIENCE = 10
 
 
@@ -76,7 +76,7 @@ def _selected(patterns: Sequence[str] | None) -> list[Case]:
 
 
 def known_outcomes(resume: Path | None, redo: Sequence[str]) -> dict[str, Outcome]:
-    """Outcomes of an earlier run, by label: those of kinds that need not be found again."""
+    """Outcomes of an earlier run, by label: those of kinds that need no second run."""
     if resume is None:
         return {}
     earlier = [Outcome.from_json(result) for result in json.loads(resume.read_text())["results"]]
@@ -87,7 +87,7 @@ def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.zoo.forked"])
     root = Path(__file__).resolve().parents[2]
-    # Nothing else of ours reaches the server before it preloads.
+    # The server reads only this variable before it preloads.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (root, root / "benchmarks")))):
         forkserver.ensure_running()
     return context
@@ -200,14 +200,14 @@ def _save(stem: Path, outcomes: Sequence[Outcome], args: argparse.Namespace, abo
 
 
 def main() -> int:
-    """Run the suite; 1 when a model is wrong or crashes, 2 when no case has a name that was asked for."""
+    """Run the suite; 1 when a model is wrong or crashes, 2 when no case has a requested name."""
     args = _parse_arguments()
     console = Console()
     cases = _selected(args.only)
     if args.list or not cases:
         console.print("\n".join(case.label for case in cases) or f"no case is called {' or '.join(args.only)}", markup=False)
         return 0 if cases else 2
-    # A part never replaces the result of all.
+    # The result of some cases never replaces that of all.
     stem = result_stem(args.out, "zoo" if args.only is None else "zoo-part")
     about = environment(args.threads)
     context = _fork_server()

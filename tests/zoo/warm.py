@@ -1,4 +1,4 @@
-"""What every case needs and none changes: imported once by the process from which each case's own is forked.
+"""Imports and state that all cases share: loaded once by the server that forks a process for each case.
 
 Importing torch, the three packages and the exporter takes longer than many a case. Nothing here computes on more than one thread: a
 fork would inherit the locks of the others.

@@ -1,15 +1,14 @@
 """One case, in a process of its own: build the model, let eager PyTorch run it, and compare.
 
-What is compared, and by which rule, is :func:`tests.helpers.exactness.assert_exact`'s. Here is only what third-party models need on top:
+The comparison and its rule are those of :func:`tests.helpers.exactness.assert_exact`. Third-party models need some additions:
 
-* **Initialisations that hide errors.** Zero gammas and layer scales of 1e-6 switch branches off, and with them every error inside. A
-  parameter whose elements are all the same is moved by random numbers from [-1/2, 1/2]; running statistics start at random values.
-* **Conditioning.** Some models amplify every rounding at this size: norms over two values, gradients that cancel. Where an error is above
-  the tolerance, eager PyTorch is compared with itself, on an input that differs in its last bit only and in channels-last layout, and ten
-  times as much is allowed as its own answer moves by, but never more than 1e-6.
-* **Precision.** Some models compute a part in float32 whatever they are given (``x.float()``): float64 would be compared at float32's
-  rounding. That call is float64 here, in eager PyTorch and for us alike.
-* **Eager first.** A model that cannot run an input in eager PyTorch, or makes infinities of it, says nothing about us.
+* **Initialisations that hide errors.** Zero gammas and layer scales of 1e-6 switch branches off, and hide errors inside. A parameter with
+equal elements is moved by random numbers from [-1/2, 1/2]; running statistics start at random values. * **Conditioning.** Some models
+amplify every rounding error at this size: norms over two values, gradients that cancel. If an error is above the tolerance, eager PyTorch
+is compared with itself, on an input that differs in its last bit only and in channels-last layout. The tolerance is then ten times that
+difference, and at most 1e-6. * **Precision.** Some models compute a part in float32 for all inputs (``x.float()``), which has float32's
+rounding errors. That call is float64 here, in eager PyTorch and in the compiled model. * **Eager first.** A model that fails in eager
+PyTorch, or has infinite results, is no test of the compiled model.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = ["Question", "check"]
 _BUDGET = "8GiB"
 
 _TOLERANCE = 1e-10
-#: How many times the rounding of eager PyTorch is allowed where it is above the tolerance, and the most that is allowed.
+#: Factor of eager PyTorch's own rounding error where that is above the tolerance, and the largest tolerance.
 _ROUNDINGS, _LARGEST_ERROR = 10, 1e-6
 
 #: Strips of full width, and strips of panels. A stale buffer shows in the second step only, of whichever tiling; one of them takes it.
@@ -70,7 +69,7 @@ class Question:
 
 
 def check(question: Question) -> Outcome:
-    """Run the case; everything that can go wrong is an outcome. Meant for a process that ends with it."""
+    """Run the case; every failure is an outcome. Call it in a process of its own."""
     _fall_silent()
     resource.setrlimit(resource.RLIMIT_DATA, (question.memory_bytes, question.memory_bytes))
     used = int(time.process_time()) + 1
@@ -111,7 +110,7 @@ def _check(case: Case) -> tuple[str, str, int, tuple[TilingOutcome, ...]]:
     for name in _TILINGS:
         tilings.append(_tiled(model, x, name))
         if tilings[-1].kind == "refused":
-            break  # what has no rule has none in panels, either
+            break  # an operator without a rule has none in panels, either
     worst = max(tilings, key=lambda tiling: KINDS.index(tiling.kind))
     return worst.kind, worst.message, num_parameters, tuple(tilings)
 
@@ -168,7 +167,7 @@ class _Made:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Remember what is compiled until the block ends."""
+        """Record compiled models until the block ends."""
         compile = sft.compile
 
         def listen(*arguments: Any, **keywords: Any) -> Any:
@@ -211,7 +210,7 @@ def _error(report: ExactReport) -> float:
 
 
 def _awake(model: nn.Module) -> nn.Module:
-    """Move what an initialisation left constant."""
+    """Perturb parameters with a constant initialisation."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -226,7 +225,7 @@ def _awake(model: nn.Module) -> nn.Module:
 
 
 def _eager_refusal(model: nn.Module, x: torch.Tensor) -> str | None:
-    """Why eager PyTorch cannot train the model on ``x``; ``None`` where it can."""
+    """Reason for which eager PyTorch cannot train the model on ``x``; ``None`` if it can."""
     eager = copy.deepcopy(model).double()
     try:
         outputs = [y for y in pytree.tree_leaves(eager(x.clone().requires_grad_())) if isinstance(y, torch.Tensor)]
@@ -240,7 +239,7 @@ def _eager_refusal(model: nn.Module, x: torch.Tensor) -> str | None:
 
 
 def _describe(error: Exception) -> str:
-    """Type, message, and the last line of ours or theirs that was running."""
+    """Type, message, and the last line of our code or the model's in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
     last = f" at {'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else ""
     message = (str(error).strip().splitlines() or [""])[0]
@@ -248,7 +247,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fall_silent() -> None:
-    """Packages print and warn at import; the terminal is the parent's."""
+    """Silence output and warnings of imported packages."""
     warnings.simplefilter("ignore")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):

@@ -29,7 +29,7 @@ class _Documented(nn.Module):
         self.conv = nn.Conv2d(3, width, 3)
 
     def forward(self, pixels: Tensor, scale: float = 1.0, *, flip: bool = False, **options: Any) -> Tensor:
-        """Its output."""
+        """Output of the model."""
         y: Tensor = self.conv(pixels.flip(3) if flip else pixels) * scale
         return y
 
@@ -101,7 +101,7 @@ def test_an_argument_that_the_model_has_itself() -> None:
 
 
 class _Named(nn.Module):
-    """Has all of our names, each in another way."""
+    """Model with all of our names, each defined in another way."""
 
     plan_for = "of the class"
 

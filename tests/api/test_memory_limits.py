@@ -23,7 +23,7 @@ Probe = Callable[..., None]
 
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
-    """Sets the free memory of the host, and of the disk."""
+    """Fixture that sets the free memory of the host, and of the disk."""
 
     def set_free(host: str, disk: str = "1TiB") -> None:
         monkeypatch.setattr(memory_limits, "free_host_memory", lambda: _memory(host))
@@ -107,7 +107,7 @@ def test_a_given_plan_brings_its_budget(probe: Probe) -> None:
 
 
 def test_host_memory_of_the_options_is_left_for_the_host(probe: Probe) -> None:
-    """On the CPU both budgets are of one memory."""
+    """On the CPU both budgets refer to one memory."""
     probe("10GiB")
     both = sft.plan(_model(), _SHAPE, options=sft.Options(host_budget="4GiB"))
     assert both.budget_bytes == 5 * 2**30
@@ -145,7 +145,7 @@ def test_a_model_on_the_meta_device_is_planned_for_a_device_that_is_not_here(pro
     on_gpu = sft.plan(model, shape, budget="2GiB", device="cuda")
     assert on_gpu.device_type == "cuda" and on_gpu.host_bytes > 4 * 2**30  # of the other machine
     with pytest.raises(sft.BudgetError):
-        sft.plan(model, shape, budget="2GiB", device="cpu")  # values have no other memory to leave for
+        sft.plan(model, shape, budget="2GiB", device="cpu")  # values have no second memory
     on_cpu = sft.plan(model, _SHAPE, budget="2GiB", device="cpu")
     assert on_cpu.device_type == "cpu" and on_cpu.estimated_seconds > 0
     if not torch.cuda.is_available():
@@ -194,7 +194,7 @@ _MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailab
             2.0,
             4.0,
         ),
-        # A limit of a group above, and a limit that leaves more than the machine has.
+        # A limit of a parent group, and a limit above the machine's memory.
         (
             {
                 "proc/self/cgroup": "0::/batch/job",

@@ -30,7 +30,7 @@ def _model() -> nn.Module:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The models that are captured."""
+    """Captured models."""
     seen: list[object] = []
     capture: Callable[..., Any] = sft.api.capture_cache.capture  # type: ignore[attr-defined]  # imported there
 
@@ -57,7 +57,7 @@ def test_rows_match_the_plans(captured: list[object], tmp_path: Path) -> None:
     assert len(by_name["auto"]) >= 3 and by_name["auto"][-1].total_bytes < plain.total_bytes
     row = by_name["auto"][1]
     with remembered_captures():
-        for name, found in by_name.items():  # the last one is the least that the strategy works with
+        for name, found in by_name.items():  # the last one is the smallest budget of the strategy
             assert found[-1].budget_bytes == least_budget(model, _SHAPE, options=sft.Options(strategy=name))
         plan = sft.plan(model, _SHAPE, budget=row.budget_bytes)
     assert (plan.total_bytes, plan.flops, plan.plain_flops) == (row.total_bytes, row.flops, row.plain_flops)

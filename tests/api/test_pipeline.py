@@ -1,4 +1,4 @@
-"""The stages of planning, each called alone; together they make the plan of `sft.plan`."""
+"""The stages of planning, each called alone; together they give the plan of `sft.plan`."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_plan_cache_prepares_a_signature_once_and_shares_captures_with_other
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_an_example_is_planned_in_its_layout(memory_format: torch.memory_format) -> None:
-    """The first call has the plan that was made for the example."""
+    """The first call has the plan of the example."""
     x = image(2, 3, 32, 24).float().contiguous(memory_format=memory_format)
     net: Any = sft.compile(seeded(ConvNet).float(), x, budget="64MiB")
     plans = net._sft_engine.plan_cache.prepared

@@ -139,7 +139,7 @@ _NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def _uniform(name: str) -> nn.Module:
-    """A network whose weights are all 1: the gradient of a position is symmetric about the middle of what it reads."""
+    """A network with all weights 1: the gradient of a position is symmetric about the centre of its receptive field."""
     torch.manual_seed(0)
     model = _NETWORKS[name][0]().double().eval()
     for parameter in model.parameters():
@@ -165,7 +165,7 @@ def test_centres_are_those_of_the_gradient(name: str) -> None:
         rows, columns = model(torch.zeros(1, 1, _HEIGHT_PX, _WIDTH_PX, dtype=torch.float64)).shape[2:]
     (grids,) = sft.position_grids(model, (1, 1, _HEIGHT_PX, _WIDTH_PX))
     assert grids is not None and len(grids) == 2
-    # In the middle of the map, where no border is read; upsampled rows read their pixels to one side, by turns.
+    # In the middle of the map, where no border is read; upsampled rows read pixels on alternating sides.
     places = [(rows // 2 + shift, columns // 2 + shift) for shift in range(period)]
     measured = np.mean([_centroids(model, place) for place in places], axis=0)
     drawn = np.mean([[float(grid.centre_px(index)) for grid, index in zip(grids, place, strict=True)] for place in places], axis=0)
@@ -247,7 +247,7 @@ def test_a_flattened_map_has_the_grids_of_its_image() -> None:
 
 def test_the_padding_of_an_odd_size_counts() -> None:
     class Padded(nn.Module):
-        """Pads to a multiple of 8, as SAME padding does for some sizes."""
+        """Padding to a multiple of 8, as SAME padding does for some sizes."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -116,7 +116,7 @@ def test_bags_of_many_sizes_are_planned_once(dropout: float, work: _Work) -> Non
 
 
 def test_chunks_shrink_for_more_samples_and_several_inputs(work: _Work) -> None:
-    """Resident tiles with gradients and weights of tiles: their bytes grow with the samples; bytes and FLOPs are as projected."""
+    """Resident tiles with gradients and weights of tiles: bytes grow with the samples; bytes and FLOPs are as projected."""
     model, chunks = _bag(), []
     net: Any = sft.compile(copy.deepcopy(model), [_resident(64), torch.rand(64).double()], budget="6MiB")
     for num_tiles in (64, 97):
@@ -132,7 +132,7 @@ def _resident(num_tiles: int) -> Tensor:
 
 
 class _Counting(nn.Module):
-    """A model whose numbers follow the number of samples, and which branches on it."""
+    """A model that computes with the number of samples, and branches on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_plan_from_a_file_serves_other_numbers_of_samples(work: _Work) -> None
 
 
 def test_a_plan_for_a_gpu_says_for_which_samples_it_was_made(monkeypatch: pytest.MonkeyPatch, work: _Work) -> None:
-    """With the overhead of the device, too; so only the first plan is one to transfer."""
+    """With the overhead of the device, too; so only the first plan is transferred."""
     monkeypatch.setattr("sft.api.plan_search.PlanSearch._is_for_gpu", property(lambda _: True))
     net: Any = sft.compile(_bag(), [_tiles(200)], budget="24MiB")
     for num_tiles in (300, 310):

@@ -81,7 +81,7 @@ def test_it_is_a_convolution_and_a_relu(name: str, adds: bool) -> None:
 
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, fused: Callable[..., Tensor]) -> None:
-    """A build with cuDNN whose fused convolution is this function."""
+    """Stand-in for a build with cuDNN, with this function as fused convolution."""
     operators = {name: getattr(_aten, name) for name in ("convolution", "add_", "relu_")}
     cudnn = {"cudnn_convolution_relu": SimpleNamespace(default=fused)}
 
@@ -161,7 +161,7 @@ def test_devices_without_cudnn_fuse_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", _LAYERS)
 def test_on_a_gpu(name: str, dtype: torch.dtype, adds: bool) -> None:
-    """Against float64: an error of at most 1.1 times that of the separate operators, or a rounding."""
+    """The error against float64 is at most 1.1 times that of the separate operators, or one rounding."""
     operands = _operands(name, "cuda", dtype)
     operands = _with_addend(operands) if adds else operands
     exact = _operators(*_internal(tuple(each.double() if isinstance(each, Tensor) else each for each in operands)))
@@ -178,5 +178,5 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, adds: bool) -> None:
 @pytest.mark.parametrize("num_axes", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_nan_on_a_gpu(dtype: torch.dtype, num_axes: int) -> None:
-    """A failure means that programs on this GPU run convolutions and ReLUs one by one, as before, and not that they are wrong."""
+    """A failure means that programs on this GPU run convolutions and ReLUs separately, and not that they are wrong."""
     assert keeps_nan(torch.device("cuda", torch.cuda.current_device()), dtype, num_axes)

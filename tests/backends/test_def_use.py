@@ -1,4 +1,4 @@
-"""Moves that a rewrite must not make: hand-written programs in which another instruction accesses the values that a kernel would fuse."""
+"""Rewrites with conflicting accesses: hand-written programs in which another instruction accesses values that a kernel would fuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def _emitter() -> tuple[ProgramBuilder, Slot, Slot]:
-    """An emitter with an image that is laid out and a weight."""
+    """An emitter with a laid-out image and a weight."""
     e = ProgramBuilder(dtype=torch.float32)
     return e, e.port("source", "x", _SHAPE), e.port("side", "w", (8, 8, 3, 3))
 
@@ -28,7 +28,7 @@ def _conv(e: ProgramBuilder, x: Slot, w: Slot) -> Slot:
 
 
 def _names(e: ProgramBuilder, laid_out_roles: Sequence[str] = ("source", "side")) -> list[str]:
-    """The program with kernels: what is called, allocations and views aside."""
+    """Calls of the program with kernels, without allocations and views."""
     laid_out = [port for port in e.ports if port.role in laid_out_roles]
     KernelBackend(selector=AlwaysKernel()).rewrite(e, laid_out, training=True)
     names = []

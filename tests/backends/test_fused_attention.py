@@ -1,4 +1,4 @@
-"""Programs for a GPU run attention of half precision as one operator, and its derivative as another one."""
+"""Programs for a GPU run attention in half precision as one operator, and its derivative as another one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Latents(nn.Module):
 
 @pytest.mark.parametrize("options", [{"strategy": "none"}, {"batch_tile": 1}, {"tile": (4, None)}], ids=["whole", "chunks", "strips"])
 def test_queries_from_another_segment(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are channels last, so their channels are not adjacent."""
+    """The queries are channels last, so channels of a head are not adjacent."""
     torch.manual_seed(0)
     model, x = _Latents().bfloat16(), torch.randn(3, 3, 16, 12).bfloat16()
     exact = copy.deepcopy(model).double()

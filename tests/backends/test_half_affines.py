@@ -41,7 +41,7 @@ def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
 
 
 class _Skip(nn.Module):
-    """A norm of which a sum reads the result, and of an image that is read twice."""
+    """A norm with a result that a sum reads, of an image that is read twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Launches and dispatched operators of kernel calls: a few, whatever the number of splits, samples and channels."""
+"""Launches and dispatched operators of kernel calls: a few, for any number of splits, samples and channels."""
 
 from __future__ import annotations
 

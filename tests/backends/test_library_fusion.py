@@ -1,4 +1,4 @@
-"""Programs for a GPU run a convolution and its ReLU as one call; all other convolutions stay, and memory and FLOPs are no more."""
+"""Programs for a GPU run a convolution and its ReLU as one call; all other convolutions stay, and memory and FLOPs do not increase."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_only_convolutions_whose_result_a_relu_reads_are_fused(make: Callable[[]
 
 
 class _Residual(nn.Module):
-    """Residual blocks: shortcuts that are there before the last convolution, and one that is computed after it."""
+    """Residual blocks: shortcuts that exist before the last convolution, and one that is computed after it."""
 
     def __init__(self, *, is_first: bool = True) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_results_and_gradients_are_those_of_the_model(
 
 @pytest.mark.parametrize("mode", ["tiled", "whole"])
 def test_kernels_are_compared_with_fused_calls(mode: str) -> None:
-    """The tuner times a kernel against the calls that would run in its place; they compute the same as ATen's operators one by one."""
+    """The tuner times a kernel against the calls that run in its place; these equal ATen's operators one by one."""
     fused, plain = CaseCollector(fusion_device=FusionDevice(None)), CaseCollector()
     for collector in (fused, plain):
         _programs(_block(), mode, collector)

@@ -1,4 +1,4 @@
-"""Programs for a GPU compute the image's gradient of a frozen norm as a norm without mean and shift."""
+"""Programs for a GPU compute the input gradient of a frozen norm as a norm without mean and shift."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tests.helpers.problems import problem_of, with_resources
 
 
 class Never:
-    """Takes no kernel, and notes which it was asked about."""
+    """Selector that takes no kernel, and records the queries."""
 
     def __init__(self) -> None:
         self.asked: list[ShapeClass] = []
@@ -91,7 +91,7 @@ def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
     of_conv = ["GradientSumsCall.add_gradients", "WeightGradientCall.run"]
     assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradientCall.run", *of_conv, *of_conv])
     names = {str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None}
-    # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.
+    # The convolution's output, indices, masked gradients and padded copies are never in memory.
     assert not any(word in name for name in names for word in ("convolution", "max_pool", "threshold", "constant_pad", "relu"))
 
 
@@ -110,7 +110,7 @@ def test_a_whole_segment_keeps_taps_instead_of_images() -> None:
 
 
 def test_without_computed_operands_no_mask_is_fused() -> None:
-    """On Hopper with an old Triton kernels would make masked gradients in memory, which a program could not count."""
+    """On Hopper with an old Triton, kernels would make masked gradients in memory, which a program does not count."""
     _, _, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel(), computes_operands=False)))
     names = [str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None]
     assert "PooledConvolutionCall.run" not in _calls(joint)
@@ -137,7 +137,7 @@ def test_a_chooser_may_take_one_gradient_alone() -> None:
 
 
 def test_kernels_get_weights_channels_last() -> None:
-    """A kernel loads inputs of one tap side by side; models seldom have them so."""
+    """A kernel loads adjacent inputs of one tap; weights of models rarely have this layout."""
     for program in _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel()))):
         copied = {i.arguments[0] for i in program.instructions if i.function is torch.ops.aten.copy_.default}
         for instruction in program.instructions:

@@ -1,5 +1,5 @@
-"""Networks with ``backend="triton"`` under Triton's interpreter: as near to fp64 as eager PyTorch, within the projected bytes, with equal
-bits from step to step and the planned number of operations. Also every rewritten group on its own."""
+"""Networks with ``backend="triton"`` under Triton's interpreter: the accuracy of eager PyTorch against fp64, within the projected bytes,
+with equal bits in each step and the planned number of operations. Also every rewritten group alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = needs_triton
 
 _MOST = 1.1
 """Our median error over eager's."""
-#: Network, shape, options, number of seeds, and kernels that must be among those that run.
+#: Network, shape, options, number of seeds, and kernels that must run.
 _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = {
     "strips, batch 2": (
         "vgg",
@@ -92,8 +92,8 @@ def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, sha
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_group_equals_what_it_replaces(dtype: str, tmp_path: Path) -> None:
-    """Also in the parts that a measured table may choose alone. The interpreter rounds to bfloat16 by cutting off: one unit in the last
-    place of each number, and so does what it stores between two kernels."""
+    """Also in the subsets that a measured table may choose. The interpreter truncates to bfloat16: an error of one unit in the last
+    place of each result, and of each value between two kernels."""
     cases = [("residual, eval norm", (1, 3, 8, 6)), ("u-net", (1, 3, 8, 6))] + [("vgg", (1, 3, 8, 6))] * (dtype == "float32")
     common = {"run": "trials", "options": {"tile": (8, None)}, "dtype": dtype, "folds_norms": False}
     jobs = [{"name": name, "shape": shape, **common} for name, shape in cases]

@@ -1,4 +1,4 @@
-"""Readings of a CUDA device by benchmarks, with stand-ins for torch's counters and properties: a mistake would end a stage on a GPU."""
+"""Readings of a CUDA device by benchmarks, with stand-ins for torch's counters and properties."""
 
 from __future__ import annotations
 

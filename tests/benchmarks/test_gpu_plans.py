@@ -63,7 +63,7 @@ def test_the_page_and_the_changelog_cite_the_newest_result() -> None:
 
 
 def test_low_strips_fit_where_the_tallest_need_half_as_much_again() -> None:
-    """Regression: the error of the tallest strips excluded all others, and values of 7.5 GiB went through the host."""
+    """Regression: an error for the tallest strips excluded all others, and values of 7.5 GiB were copied through the host."""
     import gpu_plans
 
     case = gpu_plans.Case(network="resnet18", size_px=8192, budget="6GiB")

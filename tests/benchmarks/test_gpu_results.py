@@ -1,4 +1,4 @@
-"""Results of a folder that gpu.sh filled, in the form of `benchmarks/results`."""
+"""Results of a folder of gpu.sh, in the form of `benchmarks/results`."""
 
 from __future__ import annotations
 

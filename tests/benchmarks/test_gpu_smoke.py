@@ -116,7 +116,7 @@ def test_graphs_that_are_not_replayed_are_wrong(smoke: Any, monkeypatch: pytest.
 
 
 def test_faults_are_wrong(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """More memory than projected, an error, a plan without what the mode is about: wrong, and the exit code says so."""
+    """More memory than projected, an error, or a plan without the mode's feature: the status is wrong, and the exit code is 1."""
     command = ["--device", "cpu", "--only", "u-net", "--modes", "strips", "--size", *map(str, _SIZE)]
     with monkeypatch.context() as patch:
         measure = small.measure_step_memory

@@ -1,4 +1,4 @@
-"""The stages of ``benchmarks/gpu.sh`` without a GPU: their order, limits, archive and exit code, and what they run with ``--dry-run``."""
+"""The stages of ``benchmarks/gpu.sh`` without a GPU: order, limits, archive, exit code, and commands of ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAGES = ("check", "steps", "test", "kernels", "tune", "rest")
 
 
 def _python(folder: Path, command: str) -> Path:
-    """A Python that finds a GPU, and runs a command of the shell in place of every program; ``$*`` is its command line."""
+    """A Python that reports a GPU, and runs a shell command in place of every program; ``$*`` is its command line."""
     path = folder / "python"
     path.write_text(f'#!/bin/sh\ncase "$*" in *is_available* | *find_spec*) exit 0 ;; esac\n{command}\n')
     path.chmod(0o755)
@@ -47,7 +47,7 @@ def _members(archive: Path) -> dict[str, str]:
 
 
 def test_all_stages_run_in_order_and_failures_do_not_stop_them(tmp_path: Path) -> None:
-    """A Python that finds a GPU and can do nothing with it."""
+    """With a Python that reports a GPU and fails in every program."""
     python, out = _python(tmp_path, "echo tried $*; exit 1"), tmp_path / "out"
     done = _run(["all", "--out", str(out)], python, COMPUTE_SANITIZER=str(python))
     assert done.returncode == 1
@@ -88,7 +88,7 @@ def test_a_stage_without_time_left_keeps_its_results(tmp_path: Path) -> None:
 
 
 def test_a_signal_stops_the_command_and_packs_the_results(tmp_path: Path) -> None:
-    """Of two commands that run at a time, both are stopped."""
+    """Both of two concurrent commands are stopped."""
     command = 'case "$*" in *doctor*) echo known ;; *) echo $$ >>"$PID_FILE"; echo begun; exec sleep 60 ;; esac'
     pid_file, out = tmp_path / "pids", tmp_path / "out"
     environment = _environment(_python(tmp_path, command), PID_FILE=str(pid_file))
@@ -126,7 +126,7 @@ def test_mistakes_are_refused(arguments: list[str], message: str, tmp_path: Path
 
 
 def test_kernels_compiled_before_are_used(tmp_path: Path) -> None:
-    """A copy of the script, next to which a folder of compiled kernels lies."""
+    """With a copy of the script next to a folder of compiled kernels."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "build" / "triton-cache").mkdir(parents=True)
     script = Path(shutil.copy(_SCRIPT, tmp_path / "benchmarks"))
@@ -161,7 +161,7 @@ def test_all_stages_on_the_cpu(tmp_path: Path) -> None:
 
 @needs_triton
 def test_kernels_are_compiled_without_a_gpu(tmp_path: Path) -> None:
-    """They stay in the folder that Triton searches before it compiles."""
+    """They are in the folder that Triton searches before it compiles."""
     command = [sys.executable, str(_ROOT / "benchmarks" / "kernels" / "kernel_precompile.py"), "--only", "rows", "--jobs", "1"]
     environment = _environment(sys.executable, PYTHONPATH=str(_ROOT))
     environment.pop("TRITON_INTERPRET", None)

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels, as far as a machine without a GPU can run it: its arguments, its cases under Triton's interpreter."""
+"""The benchmark of kernels without a GPU: its arguments, and its cases under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAMILIES = {"conv2d", "conv3d", "depthwise", "dropout", "norm", "optimizer", "p
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module, as it would be on a machine without a GPU."""
+    """The script as a module, as on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(_ROOT / "benchmarks" / "kernels"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return importlib.import_module("kernel_bench")
@@ -63,7 +63,7 @@ def test_lists_the_cases(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: py
 @needs_triton
 @pytest.mark.parametrize("family", sorted(_FAMILIES))
 def test_cases_are_right_under_the_interpreter(bench: Any, family: str, tmp_path: Path) -> None:
-    """Every case compares launches with their exact results: in fp32 these are within a few roundings of them."""
+    """In fp32 the results of every case are within a few roundings of the exact ones."""
     cases = [case for case in bench.all_cases() if case.family == family]
     # The other layers are the first one with more channels.
     cases = [case for case in cases if not case.name.startswith(("vgg 2", "vgg 3", "vgg 5"))]

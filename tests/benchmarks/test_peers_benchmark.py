@@ -1,4 +1,4 @@
-"""The comparison of methods for large images: what each measures, and what its tables say."""
+"""The comparison of methods for large images: measurements and tables."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_chosen_tiles_cover_the_image() -> None:
             tile = _chosen_tile_px(network, size)
             assert tile % network.stride_px == 0 and tile <= size
     assert _chosen_tile_px(NETWORKS["VGG-like"], 1024) < 1024
-    assert _chosen_tile_px(NETWORKS["ResNet-18"], 1024) == 1024  # its halo of 977 px leaves no smaller tile
+    assert _chosen_tile_px(NETWORKS["ResNet-18"], 1024) == 1024  # its halo of 977 px allows no smaller tile
 
 
 def _record(method: str, process_bytes: int, seconds: list[float]) -> PeerRecord:

@@ -1,4 +1,4 @@
-"""Cases of the benchmark of steps that run in processes: a turn has an end."""
+"""Cases of the benchmark of steps in processes: a turn has a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _short(turns: Any) -> str:
 
 
 def test_a_turn_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(_FOLDER))  # started processes get it, too
+    monkeypatch.syspath_prepend(str(_FOLDER))  # processes inherit it
     states: list[tuple[int, str]] = []
     run = importlib.import_module("step_processes").run_in_processes
     records = [*run([_endless, _short], None, lambda number, state, _: states.append((number, state)), turn_seconds=0.5)]

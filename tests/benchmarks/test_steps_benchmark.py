@@ -1,4 +1,4 @@
-"""The benchmark of whole steps, as far as a machine without a GPU can run it."""
+"""The benchmark of whole steps without a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_each_mode_of_execution_is_verified_and_timed(bench: Any, name: str, tmp
 def test_a_case_without_a_plan_gets_the_smallest_budget(
     bench: Any, share: int, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workspaces of a GPU may exceed the case's part of the memory of eager PyTorch's activations."""
+    """Workspaces of a GPU may exceed the case's share of the memory of eager PyTorch's activations."""
     monkeypatch.setattr(bench, "verify_step", lambda *_: (1e-6, 1e-6))
     case = replace(_small(bench, "vgg block 1"), tile=None, share_of_plain=share)
     parsed = bench.parse(["--dry-run", "--out", str(tmp_path)])
@@ -107,7 +107,7 @@ def test_all_networks_and_modes_have_a_case(bench: Any) -> None:
 def test_a_case_is_timed_always_and_flagged_by_the_limits_of_tune(
     bench: Any, errors: tuple[float, float], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN selects other algorithms for strips than for the whole image, so the smaller error may be on either side."""
+    """cuDNN selects other algorithms for strips than for the full image, so the smaller error may be on either side."""
     monkeypatch.setattr(bench, "verify_step", lambda *_: errors)
     record = _run(bench, _small(bench, "vgg block 1"), tmp_path)
     assert record.status == status and record.seconds is not None and record.plain_seconds is not None
@@ -149,7 +149,7 @@ def test_more_memory_than_projected_is_wrong(bench: Any, tmp_path: Path, monkeyp
 
 
 def test_both_sides_have_the_same_settings_of_cudnn(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager PyTorch and ours run with or without the search of cuDNN, as the command line says; by default without."""
+    """Both run with or without the search of cuDNN, by an option; by default without."""
     seen: list[tuple[bool, bool]] = []
 
     def run_step(case: Any, dtype: str, backend: str, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Memory of bags of tiles: constant in the number of tiles, up to the vectors that are pooled."""
+"""Memory of bags of tiles: constant in the number of tiles, except for the pooled vectors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tiles_of_one_image_take_the_memory_of_a_bag() -> None:
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_bias_gradients_of_convolutions_allocate_no_weight_gradient(is_frozen: bool) -> None:
-    """In float32, where oneDNN computes both: of patches, whose weight gradient is added in place, and of a frozen weight."""
+    """In float32, where oneDNN computes both: for patches, with a weight gradient that is added in place, and for a frozen weight."""
     torch.manual_seed(0)
     model: nn.Module = AttentionBag(VisionTransformer(48, 3, 1), 48)
     if is_frozen:
@@ -150,10 +150,10 @@ class _Perceptron(nn.Module):
 
 
 def test_weights_of_linear_layers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of one pixel, which are views of weights inside of a run, and copies outside of it."""
+    """Kernels of one pixel are views of weights inside of a run, and copies outside of it."""
     torch.manual_seed(0)
     model = AttentionBag(_Perceptron(), 32)
     take_samples(monkeypatch, 1)
     plan = sft.plan(model, (6, 3, 8, 8))
     gradient_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    assert plan.projected_peak_bytes < 2.0 * gradient_bytes  # one gradient of a weight beside all of them, and a tile
+    assert plan.projected_peak_bytes < 2.0 * gradient_bytes  # all gradients, one more gradient of a weight, and a tile

@@ -1,4 +1,4 @@
-"""Budget errors name a budget that works, and no smaller one does."""
+"""Budget errors name the smallest budget that works."""
 
 from __future__ import annotations
 

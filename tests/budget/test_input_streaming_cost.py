@@ -1,4 +1,4 @@
-"""Input streaming: rows that are read, how often, and the bytes that it needs."""
+"""Input streaming: rows that are read, number of reads, and bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _net(model: nn.Module | None = None, rows: int = 4, **options: Any) -> Any:
     return sft.compile(seeded(Residual) if model is None else model, _SHAPE, options=sft.Options(tile=(rows, None), **options))
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------
+# --- rows that are read ---------------------------------------------------------------------------------------------
 
 
 def _readers(net: Any) -> int:
@@ -99,7 +99,7 @@ def test_restored_strips_read_their_rows_again() -> None:
     assert net.last_reading is None, "a tensor is not read"
 
 
-# --- what it costs --------------------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_clones")
@@ -189,7 +189,7 @@ def test_pages_that_were_read_are_given_back(tmp_path: Path, layout: Any) -> Non
     most = 0
     for _ in StripReader(source, [Interval(top, top + 128) for top in range(0, 8192, 128)]):
         most = max(most, mapped_bytes(tmp_path / "image.npy"))
-    # A huge page of the kernel's cache on either side may be mapped with what is touched, in each plane.
+    # In each plane, a huge page of the kernel's cache on either side may be mapped with the accessed ones.
     assert most < pixels.nbytes / 2 and mapped_bytes(tmp_path / "image.npy") < pixels.nbytes / 8
 
 

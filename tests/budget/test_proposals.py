@@ -1,4 +1,4 @@
-"""Remedies of a budget error: the plans that it names are made by the same search, and following it works."""
+"""Remedies of a budget error: they come from the same search, and each of them works."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_frozen_norms_and_host_memory_work_as_named() -> None:
     assert text is not None
     plan = sft.plan(model, _SHAPE, budget="4MiB", options=sft.Options(host_budget=text[1]))
     assert plan.total_bytes == host.needed_bytes and plan.host_bytes == host.num_bytes
-    assert all(module.training for module in model.modules())  # the attempt has left the model as it was
+    assert all(module.training for module in model.modules())  # the attempt has not changed the model
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
@@ -176,7 +176,7 @@ def test_options_are_named_only_if_they_force_something() -> None:
 
 
 class _Frozen(nn.Module):
-    """A model whose own ``eval`` must not run while a proposal is tried."""
+    """A model with an ``eval`` that must not run while a proposal is tried."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results of operators that the model does not use: they are allocated with the others, and count."""
+"""Unused results of operators: they are allocated with the others, and count."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    # The least that whole tensors need is above this budget, and that of strips is not.
+    # The smallest budget of untiled plans is above this one, and that of strips is not.
     assert main(["plan", *_NET, "--budget", "750KiB", "--compare", "--json"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     assert tuple(rows) == STRATEGIES
@@ -162,7 +162,7 @@ def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str], monkey
         made.extend([] if made else [make(replace(request, options=replace(request.options, cuda_graphs=False)))])
         return made[0]
 
-    monkeypatch.setattr(plans, "_plan_request", once)  # the same plan four times, of one search
+    monkeypatch.setattr(plans, "_plan_request", once)  # the same plan four times, from one search
     command = ["plan", "examples.models:resnet50", "--model-args", "num_classes=2", "width=8", "--input", "1x3x512x512", "--device", "cuda"]
     command += ["--budget", "70MiB"]
     assert main([*command, "--json"]) == 0

@@ -18,7 +18,7 @@ from sft.wsi.run.folder import RunFolder
 
 
 class _Lost(Exception):
-    """Raised while writing; not a disk failure."""
+    """Exception while writing that is no disk failure."""
 
 
 def _names(folder: Path) -> list[str]:
@@ -137,7 +137,7 @@ def test_a_folder_of_foreign_files_is_no_run_folder(tmp_path: Path) -> None:
         raise AssertionError("the block runs")
     assert _names(tmp_path) == [".hidden", "splits.csv"]
     (tmp_path / "splits.csv").unlink()
-    for _ in range(2):  # an empty one, and one that holds a run
+    for _ in range(2):  # an empty one, and one with a run
         with RunFolder(tmp_path):
             (tmp_path / "splits.csv").write_text("of the run")
 

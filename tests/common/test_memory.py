@@ -1,4 +1,4 @@
-"""The meter counts exactly what the block allocates: every size below is odd, so that no rounding can hide."""
+"""The meter counts exactly the allocations of a block: all sizes are odd, to detect any rounding."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_resize_counts_the_new_size() -> None:
         made = torch.empty(3)
         made.resize_(17)
         assert peak.current_bytes == 17 * FLOAT
-        made.resize_as_(torch.empty(29))  # the template dies
+        made.resize_as_(torch.empty(29))  # the template is freed
         assert peak.current_bytes == 29 * FLOAT
         assert peak.num_bytes == (17 + 29 - 17) * FLOAT + 29 * FLOAT
         older.resize_(13)
@@ -250,7 +250,7 @@ def test_meter_holds_nothing_alive() -> None:
 
 def test_possible_copies_are_inspected_and_views_cost_no_time() -> None:
     base = torch.ones(6, 9)
-    with torch.inference_mode(), measure_peak() as peak:  # composites arrive as they were called
+    with torch.inference_mode(), measure_peak() as peak:  # composites arrive undecomposed
         views = base[1:].relu_(), base.t(), base.contiguous(), base.reshape(9, 6)
         assert peak.current_bytes == 0
         copies = base.t().contiguous(), base.t().reshape(6, 9)

@@ -10,7 +10,7 @@ from sft.common.memory import measure_peak
 
 
 class _FakeAllocator:
-    """Stands in for the CUDA caching allocator's counters."""
+    """Stand-in for the CUDA caching allocator's counters."""
 
     def __init__(self) -> None:
         self.allocated = self.requested = 1000

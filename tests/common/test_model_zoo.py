@@ -13,7 +13,7 @@ from torch import nn
 from sft.common.errors import InputError
 from sft.common.model_zoo import ModelName, import_library
 
-#: A torchvision in the order in which the real one is imported: the package's own parts, and fake kernels of compiled operators.
+#: A torchvision in the import order of the real one: the package's own modules, and fake kernels of compiled operators.
 _TORCHVISION = {
     "torchvision/__init__.py": "from torchvision import extension, _meta_registrations, models\n",
     "torchvision/_meta_registrations.py": (
@@ -53,7 +53,7 @@ _NAMES = (
 
 
 def _run(folder: Path, extension: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that finds these packages first."""
+    """Run code in a process with these packages first on its path."""
     for name, text in {**_TORCHVISION, "torchvision/extension.py": extension}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

@@ -1,7 +1,7 @@
 """Files written by version 0.1.0 before its modules moved still load: pickles, plans, state dicts, weights files, a run folder.
 
-``data/make.py.txt`` wrote the files in ``data`` at commit 47028ac. They are never written again: a failing test means that a user
-file can no longer be read. Only public names are imported, so the file does not depend on the places of definitions.
+``data/make.py.txt`` wrote the files in ``data`` at commit 47028ac. They are never regenerated: a failing test means that a user's file can
+no longer be read. Only public names are imported, so the tests do not depend on modules of definitions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DATA = Path(__file__).parent / "data"
 SLIDE = Path("examples/data/CMU-1-Small-Region.svs")
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# What the files are about. Module paths of parts of a model are names of operators, and stand in plans: leave them as they are.
+# Models of the files. Module paths inside of a model are in the names of operators, and so in plans: do not change them.
 
 
 class Residual(nn.Module):
@@ -63,24 +63,24 @@ class Residual(nn.Module):
 
 
 def classifier() -> nn.Module:
-    """Convolutions, and a linear layer behind a global pool."""
+    """Convolutions, and a linear layer after a global pool."""
     layers = (nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
     return nn.Sequential(*layers, nn.Conv2d(6, 8, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 
 
 def stages() -> nn.Module:
-    """A row of equal convolutions."""
+    """A sequence of equal convolutions."""
     layers = (layer for number in range(4) for layer in (nn.Conv2d(3 if number == 0 else 4, 4, 3, padding=1), nn.Tanh()))
     return nn.Sequential(*layers)
 
 
 def small() -> nn.Module:
-    """Few weights."""
+    """A model with few weights."""
     return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3))
 
 
 def normed() -> nn.Module:
-    """Norms that wait for all of the image."""
+    """Norms with statistics of the whole image."""
     layers = (layer for number in range(3) for layer in (nn.Conv2d(3 if number == 0 else 4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()))
     return nn.Sequential(*layers, nn.Conv2d(4, 2, 3, stride=2))
 
@@ -92,7 +92,7 @@ def repeated() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """Most of the weights in linear layers."""
+    """A model with most of its weights in linear layers."""
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 12), nn.ReLU(),
                          nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 5))  # fmt: skip
 
@@ -118,7 +118,7 @@ class Around(nn.Module):
 
 
 class Ends(nn.Module):
-    """A convolution, and a number or vectors made of all of its image."""
+    """A convolution, and a reduction of its image to a number or to vectors."""
 
     def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def _loss(loss: Callable[..., Tensor]) -> nn.Module:
     return Ends(lambda y: loss(y, torch.full_like(y, 0.25)).reshape(1, 1))
 
 
-#: Models whose operators plans name by names that are ours: those must stay, as plans name operators.
+#: Models with operators that have names of our own in plans; these names must stay.
 NAMED: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: _layer(nn.BatchNorm2d(4)),
     "batch norm without statistics": lambda: _layer(nn.BatchNorm2d(4, track_running_stats=False)),
@@ -275,7 +275,7 @@ NAMED: dict[str, Callable[[], nn.Module]] = {
     "alpha dropout": lambda: _layer(nn.AlphaDropout(0.3)),
 }
 
-#: Those that have more operators in half precision.
+#: Models with more operators in half precision.
 HALVES = (
     *("batch norm", "softmax of pixels", "variance", "variance and mean", "norms", "extremes", "logsumexp", "mean", "cross entropy"),
     *("nll", "mse", "transposed convolution", "layer norm of all", "attention", "gram"),
@@ -283,7 +283,7 @@ HALVES = (
 
 
 class _Permuted(nn.Module):
-    """A layer of channels that are last."""
+    """A layer on channels in the last dimension."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -295,13 +295,13 @@ class _Permuted(nn.Module):
 
 
 def streamed_chain() -> tuple[nn.Sequential, Any]:
-    """A linear layer in front of repeated ones, to be streamed."""
+    """A linear layer before repeated ones, for streaming."""
     repeat = sft.nn.Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 5)
     return nn.Sequential(nn.Linear(3, 4), repeat), repeat
 
 
 def seeded(make: Callable[[], nn.Module], *, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model with weights that are fixed."""
+    """A model with seeded weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().to(dtype)
@@ -319,11 +319,11 @@ class PlanCase:
     Attributes:
         make: the model.
         shape: of the input.
-        given: further arguments that `sft.compile` wants with such a plan.
+        given: further arguments of `sft.compile` for the plan.
         says: values of its fields.
-        asked: arguments that `sft.plan` made it with; "least" is the smallest budget that works.
-        source: whether the input is an array that is read in strips.
-        input_grad: whether the input wants a gradient when this is tested; plans were made for inputs that do not.
+        asked: arguments of `sft.plan`; "least" is the smallest budget that works.
+        source: True if the input is an array that is read in strips.
+        input_grad: True if the input requires grad in the test; plans were made for inputs without.
     """
 
     make: Callable[[], nn.Module]
@@ -423,7 +423,7 @@ def _text(name: str) -> str:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """The model with its repeated blocks one by one."""
+    """The model with its repeated blocks in sequence."""
     model = copy.deepcopy(model)
     for name, part in list(model.named_children()):
         if isinstance(part, sft.nn.Repeat):
@@ -434,15 +434,15 @@ def _plain(model: nn.Module) -> nn.Module:
 def assert_trains(
     net: Any, model: nn.Module, x: Tensor, *more: Tensor, as_given: Any = None, input_grad: bool = True, num_steps: int = 3
 ) -> None:
-    """The compiled net computes what the model computes, with its gradients, in float64, for some steps of SGD.
+    """Assert that the compiled net equals the model in float64, with gradients, for some steps of SGD.
 
     Args:
-        net: the compiled module; of ``model``'s weights.
+        net: the compiled module, with ``model``'s weights.
         model: plain.
         x: the input.
         more: further inputs.
-        as_given: how the net gets it. Default: `None` (as a tensor)
-        input_grad: whether that wants a gradient.
+        as_given: the input in the form that the net gets. Default: `None` (the tensor)
+        input_grad: True if the input requires grad.
         num_steps: of SGD.
     """
     assert x.dtype == torch.float64
@@ -496,7 +496,7 @@ def test_a_plan_in_json_trains_exactly(name: str) -> None:
     plain = _plain(model)
     net: Any = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.given)
     found = net.plan
-    if plan.timeline.is_measured:  # nothing is measured for a plan that is handed in
+    if plan.timeline.is_measured:  # nothing is measured for a supplied plan
         found = replace(found, projected_seconds=plan.projected_seconds, timeline=plan.timeline)
     assert _without_estimates(found) == _without_estimates(plan)
     assert_trains(net, plain, x, as_given=x.numpy() if case.source else None, input_grad=case.input_grad)
@@ -512,7 +512,7 @@ def _without_estimates(plan: sft.Plan) -> sft.Plan:
 
 
 def _without_texts(plan: sft.Plan) -> sft.Plan:
-    """Without what is for people: labels of layers, formulas, notes."""
+    """Without descriptive fields: labels of layers, formulas, notes."""
     segments = tuple(replace(segment, layers=("", ""), formulas=()) for segment in plan.segments)
     return replace(plan, segments=segments, notes=())
 
@@ -526,7 +526,7 @@ def _named_plans() -> dict[str, str]:
 _LABELS = torch.arange(384).reshape(2, 16, 12) % 4
 
 
-#: Networks with operators that are captured in another form since; their plans are refused with a remedy.
+#: Networks with operators that are now captured in another form; their plans are refused with a remedy.
 RENAMED = {"cosine similarity"}
 
 
@@ -585,7 +585,7 @@ def in_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_repository(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Or, of the slide, to the repository."""
+    """The path of the slide is relative to the repository."""
     roots = (Path.cwd(), *Path(__file__).resolve().parents, *Path(sft.__file__).resolve().parents)
     root = next((folder for folder in roots if (folder / SLIDE).exists()), None)
     if root is None:
@@ -667,7 +667,7 @@ def test_public_classes_and_functions_are_found_by_their_old_names(package: str)
     for name, member in found.items():
         if package != "sft.weights":  # its names are not documented, and some have changed
             assert getattr(module, name) is member, name
-        again = pickle.loads(pickle.dumps(member))  # whatever it is called now
+        again = pickle.loads(pickle.dumps(member))  # under its present name
         assert again is member, name
 
 
@@ -679,7 +679,7 @@ def test_old_names_do_not_hide_public_functions() -> None:
 
 
 def test_pickles_are_read_by_a_process_that_has_imported_nothing() -> None:
-    """A worker that unpickles its task has not imported what the task is of."""
+    """A worker that unpickles its task has not imported the task's modules."""
     code = (
         "import pickle, sys\n"
         "for content in pickle.loads(sys.stdin.buffer.read()): pickle.loads(content)\n"
@@ -785,7 +785,7 @@ def test_chains_schedules_and_simulations() -> None:
 
 
 def test_tables_of_kernels() -> None:
-    """The class has no public name; the pickle knows it."""
+    """The class has no public name; the pickle has it."""
     table, text = _pickled("kernel table"), (DATA / "kernels" / "nvidia-test-triton-3.9.0.json").read_text(encoding="utf-8")
     assert type(table).from_json(text) == table and table.to_json() == text
     assert [entry.fastest for entry in table.entries] == ["triton", "aten"]
@@ -793,7 +793,7 @@ def test_tables_of_kernels() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Sources: all of them show the same picture
+# Sources: all of them have the same pixels
 
 
 @cache
@@ -980,7 +980,7 @@ def test_masks_and_regions_in_files() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Modules that were saved whole, and state
+# Modules that were saved completely, and state
 
 
 def _loaded(name: str) -> Any:
@@ -1093,7 +1093,7 @@ def _step(model: Any, optimizer: Any, *, shape: tuple[int, ...] = (2, 3)) -> Non
 
 @pytest.mark.parametrize("name", ["pickled SGD", "pickled AdamW"])
 def test_optimizers_pickled_whole(name: str) -> None:
-    """Their state is there; 0.1.0 forgets what computes the updates, so that none of them makes a step."""
+    """Their state is present; pickles of 0.1.0 lack the functions of updates, so that none of them can make a step."""
     optimizer = _pickled(name)
     assert type(optimizer) is getattr(sft.optim, name.split()[1])
     assert optimizer.param_groups[0]["lr"] == 0.125 and len(optimizer.state) == 2
@@ -1197,7 +1197,7 @@ def test_results(wsi: Any) -> None:
     assert estimates["loss"] == wsi.Estimate(value=0.5)
     saved, drawn = _pickled("augmentation"), wsi.draw_augmentation(wsi.AugmentConfig(brightness=0.1, hed=0.05), 3, 4, "s1")
     assert replace(saved, density=drawn.density) == drawn
-    for name in ("matrix", "offset"):  # products of matrices, of which the last digits depend on the processor
+    for name in ("matrix", "offset"):  # matrix products with last digits that depend on the processor
         np.testing.assert_allclose(getattr(saved.density, name), getattr(drawn.density, name), rtol=1e-12)
 
 
@@ -1255,7 +1255,7 @@ def _command(*arguments: str) -> int:
     sys.argv = ["sft.wsi", *arguments]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that it was started on another machine
+            warnings.simplefilter("ignore", RuntimeWarning)  # it was started on another machine
             runpy.run_module("sft.wsi", run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
@@ -1297,7 +1297,7 @@ def test_the_best_model_of_a_run_is_evaluated(run_folder: Path, capfd: pytest.Ca
 
 
 def test_every_pickle_is_tested() -> None:
-    """Each is named in this file."""
+    """The name of each pickle occurs in this file."""
     text = Path(__file__).read_text(encoding="utf-8")
     names = {name for name in _pickles() if not name.startswith(("plan ", "names of "))}
     assert not [name for name in names if f'"{name}"' not in text]

@@ -1,4 +1,4 @@
-"""Stand-ins for modules that have moved. ``test_legacy_files.py`` reads pickles that name them."""
+"""Stand-ins for moved modules. ``test_legacy_files.py`` reads pickles that name them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["every_persistent_schedule", "fastest_of_all_states", "instances", "r
 
 
 def instances(num: int) -> range:
-    """Numbers of random instances: ``count``, or ``SFT_ORACLE_FACTOR`` times as many (`make test-oracles`)."""
+    """Numbers of random instances: ``num``, or ``SFT_ORACLE_FACTOR`` times as many (`make test-oracles`)."""
     return range(num * int(os.environ.get("SFT_ORACLE_FACTOR", "1")))
 
 

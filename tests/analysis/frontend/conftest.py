@@ -1,4 +1,4 @@
-"""Captures of tests about captures: each of them is made."""
+"""Separate captures for tests of captures."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(1),
     "pool": lambda x: functional.max_pool2d(x, 2),
 }
-#: Functions whose result is not an image.
+#: Functions with a result that is not an image.
 _LAST: dict[str, Callable[[Tensor], Tensor]] = {
     "volume": lambda x: _up("trilinear")(x.unsqueeze(2)),
     "signal": lambda x: _up("linear")(x.flatten(2)),
@@ -74,7 +74,7 @@ def test_dtypes_are_those_of_eager_pytorch(name: str, dtype: torch.dtype) -> Non
             weights = {key: torch.empty(parameter.shape, device=_DEVICE) for key, parameter in model.named_parameters()}
             wanted = functional_call(model, weights, (torch.empty(1, 3, 16, 16, device=_DEVICE),)).dtype
         assert [graph[output].dtype for output in graph.outputs] == [str(wanted).removeprefix("torch.")]
-        for node in graph.operators:  # what a convolution reads is of one type
+        for node in graph.operators:  # operands of a convolution have one type
             if node.target == "aten.conv2d.default":
                 assert {graph[operand].dtype for operand in node.operands} == {str(dtype).removeprefix("torch.")}
 

@@ -72,7 +72,7 @@ def test_queries_return_the_modes_of_the_call(question: str) -> None:
         torch.testing.assert_close(net(x), model(x), rtol=1e-10, atol=1e-10)
 
     check()
-    if question != "grad mode between switches":  # whose output has a gradient in eager PyTorch
+    if question != "grad mode between switches":  # its output requires grad in eager PyTorch
         with torch.no_grad():
             check()
         with torch.inference_mode():
@@ -123,7 +123,7 @@ def test_gradients_that_forward_switches_on_are_refused_without() -> None:
         assert not net(x).requires_grad
 
 
-# --- what forward makes and keeps -----------------------------------------------------------------------------------
+# --- tensors that forward makes and keeps ---------------------------------------------------------------------------
 
 
 class _Making(nn.Module):
@@ -151,7 +151,7 @@ def _make(kind: str, model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "submodule"])
 def test_registrations_in_forward_are_refused_by_name_and_undone(kind: str) -> None:
-    """The model kept tensors without numbers: it could neither be used nor saved."""
+    """Otherwise the model keeps fake tensors: it can neither be used nor saved."""
     model, x = _Making(functools.partial(_make, kind)), torch.randn(_SHAPE)
     with pytest.raises(sft.UnsupportedError, match=rf"w: `forward` makes this {kind} .*call the model once before it is compiled"):
         sft.compile(model, _SHAPE)
@@ -161,7 +161,7 @@ def test_registrations_in_forward_are_refused_by_name_and_undone(kind: str) -> N
 
 
 def test_a_refused_model_registers_buffers() -> None:
-    """The exporter's hook on registrations of buffers is gone, whatever `forward` failed of."""
+    """The exporter's hook on registrations of buffers is removed after any failure of `forward`."""
 
     class Branching(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fingerprints: each change of a model's structure, attributes, tensors or hooks shows, also where an earlier structure is known."""
+"""Fingerprints change with a model's structure, attributes, tensors and hooks, also with a known earlier structure."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _mask(model: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("then", [_activations, _factors, _buffers, _averages, _mask])
 def test_lists_are_written_tensor_by_tensor(then: Any) -> None:
-    """Their results are not read, and they were taken for assertions: neither activations nor buffers changed."""
+    """They have no results, like assertions, which a capture drops: activations and buffers must change."""
     assert_exact(seeded(lambda: _Model(then)), image(*_SHAPE), options=sft.Options(tile=(5, None)), steps=3)
 
 

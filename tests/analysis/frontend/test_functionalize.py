@@ -18,7 +18,7 @@ from sft.analysis.frontend.graph_builder import build_graph
 from sft.analysis.ir.graph import Graph, map_refs
 from tests.helpers.exactness import assert_exact
 
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # the exporter, of itself
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # of the exporter, about itself
 
 
 class _Calls(nn.Module):
@@ -242,7 +242,7 @@ def test_casts_of_autocast_are_those_of_decomposition(name: str, dtype: torch.dt
 
 
 class _Wrapped(nn.Module):
-    """Begins with a new value: the model's input must not be written."""
+    """Model that starts with a new value, since its input must not be written."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def test_a_call_of_its_own_is_refused_where_it_would_run_twice() -> None:
     with pytest.raises(sft.InputError, match=r"overrides `__call__`.*nn.Sequential\(model\)"):
         sft.compile(model, x.shape)
     torch.testing.assert_close(sft.compile(nn.Sequential(model), x.shape)(x), model(x))
-    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double())  # whose class has one, too, for its tracebacks
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double())  # overrides it, too
     torch.testing.assert_close(sft.compile(traced, x.shape)(x), traced(x))
 
 

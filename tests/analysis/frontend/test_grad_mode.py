@@ -77,7 +77,7 @@ def test_spectral_norm_updates_once_a_step_or_not_at_all(monkeypatch: pytest.Mon
 
 
 def test_spectral_norm_by_a_hook_of_the_root_is_refused() -> None:
-    """Its hook runs around every call, and would update a second time inside."""
+    """Its hook runs around every call, and would update a second time inside of the call."""
     with pytest.raises(sft.UnsupportedError, match=r"Conv2d: a hook of the model itself.*parametrizations\.spectral_norm"):
         sft.compile(spectral_norm(nn.Conv2d(3, 4, 3)), _SHAPE)
 
@@ -124,7 +124,7 @@ class StraightThrough(Parts):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         with torch.no_grad():
-            same = y.contiguous()  # nothing to do: y itself, with its gradient
+            same = y.contiguous()  # no conversion: y itself, with its gradient
             steps = torch.round(y * 4) / 4
         out: Tensor = self.second(same + (steps - y.data))
         return out
@@ -162,7 +162,7 @@ def test_a_mask_filled_in_place() -> None:
 
 
 def test_an_encoder_without_gradients_keeps_no_residuals() -> None:
-    """Its strips run only forward, a second time in the backward pass; its parameters have no gradient instead of zeros."""
+    """Its strips run only forward, a second time in the backward pass; its parameters have no gradient, not zeros."""
     model = seeded(FrozenEncoder)
     net: Any = sft.compile(model, _SHAPE, options=sft.Options(tile=(4, None)))
     training = net.plan_for(_SHAPE)
@@ -207,7 +207,7 @@ class Reversed(torch.autograd.Function):
         return -grads[0]
 
 
-#: As PyTorch's own tutorials have it.
+#: As in PyTorch's tutorials.
 _bound: Any = Reversed.apply
 
 
@@ -335,7 +335,7 @@ def test_a_write_that_reads_the_detached_value(change: Callable[[Tensor], Tensor
 
 
 def test_set_of_detached_tensors_runs_as_in_eager() -> None:
-    """As eager does: ``set_`` has no derivative, and needs none for tensors without a gradient."""
+    """``set_`` has no derivative, and needs none for tensors without a gradient."""
 
     class Replaced(Parts):
         def forward(self, x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def _count_by_name(model: Any, y: Tensor) -> Any:
     ],
 )
 def test_state_that_changes_the_next_call_is_refused(then: Any, attributes: Any, name: str) -> None:
-    """A capture would repeat the first call in each step: all steps but the first were wrong."""
+    """A capture would repeat the first call in each step: all steps but the first would be wrong."""
     model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
     with pytest.raises(sft.UnsupportedError, match=rf"`forward` sets {name}, .*Set it outside of `forward`"):
         sft.compile(model, _SHAPE)
@@ -97,7 +97,7 @@ def _keep_features(model: Any, y: Tensor) -> Tensor:
     [(_count_alone, {"calls": 0}), (_keep_sizes, {"shape": None}), (_keep_features, {"features": None, "history": []})],
 )
 def test_state_that_no_call_reads_is_restored(then: Any, attributes: Any) -> None:
-    """Fake tensors and symbols of the exporter were left in the model: it could be neither called again, nor copied, nor pickled."""
+    """With fake tensors and symbols of the exporter in it, the model could be neither called again, nor copied, nor pickled."""
     model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
     before = {key: value for key, value in vars(model).items() if not key.startswith("_")}
     net = sft.compile(copy.deepcopy(model), _SHAPE)
@@ -124,7 +124,7 @@ def test_state_that_no_call_reads_is_restored(then: Any, attributes: Any) -> Non
     ],
 )
 def test_a_number_read_from_a_tensor_is_refused(then: Any) -> None:
-    """In the graph it has no value: results were NaN, without an error."""
+    """In the graph it has no value: results would be NaN, without an error."""
     model = _Model(then)
     model.register_buffer("number", torch.tensor(2))
     with pytest.raises(sft.UnsupportedError, match=r"item: it computes with a Python number read from a tensor; use the tensor itself"):
@@ -163,7 +163,7 @@ def _loose(*, requires_grad: bool) -> Any:
 
 
 def test_differentiable_tensors_that_are_no_parameters_are_refused() -> None:
-    """They had no gradient, unlike in eager PyTorch, so layers in a plain list were never trained."""
+    """Without a gradient, layers in a plain list would never be trained."""
     model = _loose(requires_grad=True)
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)
@@ -200,7 +200,7 @@ def test_unregistered_tensors_are_read_at_each_call() -> None:
 
 
 class _Box:
-    """An object of the user's."""
+    """An object of the user."""
 
 
 _scale = nn.Parameter(torch.full((4, 1, 1), 2.0, dtype=torch.float64))
@@ -224,7 +224,7 @@ def _boxed(then: Callable[[Any, Tensor], Any]) -> Any:
     ids=["object", "global", "module", "closure"],
 )
 def test_differentiable_tensors_of_other_objects_are_refused(then: Any, shapes: list[str]) -> None:
-    """They had no gradient, without an error: they are not reachable from a module."""
+    """They are not reachable from a module, so they would have no gradient, without an error."""
     model = _boxed(then)
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)

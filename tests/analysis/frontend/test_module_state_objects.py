@@ -82,7 +82,7 @@ def _count_in_the_class(model: Any, y: Tensor) -> Any:
     ],
 )
 def test_state_that_changes_the_next_call_is_refused(then: Any, said: str) -> None:
-    """All steps were like the first."""
+    """All steps would be like the first."""
     model = seeded(lambda: _Model(then))
     with pytest.raises(sft.UnsupportedError, match=said):
         sft.compile(model, _SHAPE)
@@ -136,7 +136,7 @@ def test_draws_in_forward_are_refused(source: Any, draw: Any, is_inside: bool) -
 
 
 class _Rolling(_Model):
-    """It draws from a generator among its globals."""
+    """Model that draws from a generator among its globals."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x) * _dice.random()

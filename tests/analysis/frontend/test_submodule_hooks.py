@@ -290,7 +290,7 @@ _EFFECT_HOOKS: dict[str, tuple[Callable[[], Any], str | None]] = {
 @pytest.mark.parametrize("kind", _EFFECT_HOOKS)
 @pytest.mark.parametrize("when", ["before compile", "after compile"])
 def test_hooks_with_other_effects_are_refused(kind: str, when: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A compiled model would drop the effect without a word. The trace leaves the hook's state as it was."""
+    """A compiled model would drop the effect without an error. The trace does not change the hook's state."""
     make, text = _EFFECT_HOOKS[kind]
     model, hook = seeded(ConvNet), make()
     net = sft.compile(model, _SHAPE) if when == "after compile" else None
@@ -349,7 +349,7 @@ def test_activations_for_the_caller_are_refused() -> None:
 
 
 class _RunsElsewhere(nn.Module):
-    """A submodule whose hook never runs."""
+    """A submodule with a hook that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def test_hooks_that_forward_registers_are_taken_back() -> None:
     for size in (_SHAPE, (1, 3, 20, 9)):
         assert relative_error(net(image(*size)), plain(image(*size))) <= 1e-12
     assert _num_hooks(model) == 0
-    model(x)  # eager: the hook is there from now on
+    model(x)  # in eager PyTorch: the hook exists from now on
     assert relative_error(net(x), plain(x)) <= 1e-12
 
 
@@ -468,7 +468,7 @@ def test_hooks_that_depend_on_a_global_are_refused(where: str) -> None:
 
 
 class _Unguarded(_Registers):
-    """One more hook at each call."""
+    """Model that adds a hook at each call."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.conv.register_forward_hook(lambda m, a, o: o * 2)

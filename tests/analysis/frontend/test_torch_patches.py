@@ -1,6 +1,6 @@
 """Each row of the table of replacements against the torch at hand: its target exists, and torch still needs it.
 
-Where a test here fails with a new release of torch, the row wants a new ``parameters``, or an ``until``.
+If a test here fails with a new release of torch, the row needs new ``parameters``, or an ``until``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_functions_are_replaced_for_the_thread_that_captures_and_restored(name: 
     location = patch.locate()
     assert location is not None
     owner, attribute = location
-    # `vars` and not `getattr`, which binds class methods anew; some owners find the function elsewhere.
+    # `vars` and not `getattr`, which binds class methods anew; some owners inherit the function.
     before = vars(owner).get(attribute)
     threads: list[int] = []
 
@@ -184,7 +184,7 @@ def _modes_see_no_queries() -> bool:
 
 
 def _modes_see_no_ends_of_switches() -> bool:
-    """They see that the grad mode is set, and not by which context, nor whether it begins or ends."""
+    """True if modes see only that the grad mode is set, without the context and its begin or end."""
     with _FunctionRecorder() as recorder:
         with torch.no_grad():
             pass
@@ -403,7 +403,7 @@ class _Raises(nn.Module):
 
 
 class _Catches(nn.Module):
-    """Goes on after an error of a submodule."""
+    """Model that catches an error of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ def test_errors_of_submodules_may_be_caught() -> None:
     torch.testing.assert_close(net(x), net[0](x) + 1)
 
 
-#: For each row a check that torch without it still behaves as its ``without`` says, or that its switch switches.
+#: For each row a check that torch without it behaves as its ``without`` says, or that its switch has an effect.
 _NEEDS: dict[str, Callable[[], bool]] = {
     **dict.fromkeys(("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled"), _modes_see_no_queries),
     **dict.fromkeys(MODE_SWITCHES, _modes_see_no_ends_of_switches),
@@ -476,7 +476,7 @@ def test_every_row_has_a_check() -> None:
 
 @pytest.mark.parametrize("name", {check: name for name, check in _NEEDS.items()}.values())
 def test_torch_still_needs_the_row(name: str) -> None:
-    """A row that this release of torch no longer needs has an ``until``. (Rows that share a check share the answer.)"""
+    """A row that this release of torch no longer needs has an ``until``. (Rows may share a check.)"""
     patch = PATCHES[name]
     if patch.until is None and not patch.is_in_range:
         pytest.skip(f"torch {torch.__version__} is older than the function")

@@ -70,7 +70,7 @@ def test_the_decomposition_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decompositions, "_grid_sampler_2d", decomposition)
     monkeypatch.setattr(
         importlib.import_module("sft.analysis.frontend.functionalize"), "_functionalize_by_decomposition", decomposition
-    )  # it does not need decomposition
+    )  # it needs no decomposition
     assert _captured(_Warped()).graph.operators
 
 

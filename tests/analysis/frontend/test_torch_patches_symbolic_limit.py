@@ -18,7 +18,7 @@ from tests.helpers.models import image, seeded
 
 
 class _Windows(nn.Module):
-    """Mixes the pixels of windows of three by three, as mobile vision transformers do: of an image that is resized to whole windows."""
+    """Mixing of pixels in windows of three by three, of an image resized to whole windows, as in mobile vision transformers."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _DoubledGrad(torch.autograd.Function):
 
 
 def test_the_error_with_constant_sizes_is_the_reason() -> None:
-    """The reason is not the complexity of sizes, which is not a fault of the model's."""
+    """Not the complexity of sizes, which is no fault of the model."""
 
     class Model(_Windows):
         def forward(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ _F = TypeVar("_F", Frontier, "_Rows")
 
 @st.composite
 def _maps(draw: st.DrawFn) -> AxisMap:
-    """A convolution's or pooling's window, seldom an upsampling."""
+    """Windows of convolutions and poolings, rarely an upsampling."""
     if draw(st.integers(0, 4)) == 0:
         return AxisMap(divisor=draw(st.integers(1, 3)))
     kernel, stride, dilation = draw(st.integers(1, 7)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -75,7 +75,7 @@ def test_invalid_access_maps_are_refused(bad: dict[str, int]) -> None:
 
 @given(dag=dags(), axis=st.integers(0, 1))
 def test_maps_of_the_table_are_those_of_eager_operators(dag: Dag, axis: int) -> None:
-    """Each operator of a random network run by itself: which rows reach which rows, and how many come out."""
+    """Each operator of a random network alone: dependence of output rows on input rows, and number of output rows."""
     built = graph_of(dag)
     for name, dependence in operator_dependence(dag, axis).items():
         operand = built.graph[name].operands[0]
@@ -130,7 +130,7 @@ def test_period_is_a_period(chain: list[AxisMap]) -> None:
 
 @given(branches=st.lists(_chains, min_size=2, max_size=4), after=_chains)
 def test_meets_are_minima_and_pruning_keeps_them(branches: list[list[AxisMap]], after: list[AxisMap]) -> None:
-    """Joins, and operators behind them: a monotone map commutes with the minimum."""
+    """Joins, and operators after them: a monotone map commutes with the minimum."""
     frontiers = [_composed(branch) for branch in branches]
     meet = frontiers[0]
     for other in frontiers[1:]:
@@ -166,7 +166,7 @@ def test_no_dominance_between_slopes() -> None:
 
 
 class _Rows(int):
-    """A number of rows that goes through operators as a frontier does: what the normal form is compared with."""
+    """A number of rows that passes through operators like a frontier: reference of the normal form."""
 
     def compose(self, access: AxisMap) -> _Rows:
         return _Rows(access.frontier(self))
@@ -183,7 +183,7 @@ def _bottleneck(frontier: _F, stride: int) -> _F:
 
 
 def _resnet152(frontier: _F) -> list[_F]:
-    """Frontiers behind the stem and each block."""
+    """Frontiers after the stem and each block."""
     for kernel in (7, 3):
         frontier = frontier.compose(AxisMap.window(kernel=kernel, stride=2, padding=kernel // 2, dilation=1))
     found = [frontier]
@@ -193,7 +193,7 @@ def _resnet152(frontier: _F) -> list[_F]:
 
 
 def test_a_resnet152_stays_one_floor() -> None:
-    """Fifty joins, 152 layers: the skip is never behind the body, so one term remains, and it is the nested evaluation's."""
+    """Fifty joins, 152 layers: the skip's frontier is never below the body's, so one term remains, and it is the nested evaluation's."""
     found = _resnet152(Frontier())
     assert len(found) == 51
     assert {len(frontier.terms) for frontier in found} == {1}
@@ -205,7 +205,7 @@ def test_a_resnet152_stays_one_floor() -> None:
 
 @pytest.mark.parametrize("levels", [2, 4, 6])
 def test_a_unet_stays_small(levels: int) -> None:
-    """Down and up again the rates divide one another, and at each level the skip is ahead of what comes from below."""
+    """Rates of all levels divide one another, and at each level the skip's frontier is ahead of the upsampled one."""
     conv, pool, up = AxisMap.window(kernel=3, stride=1, padding=1, dilation=1), AxisMap(scale=2, last=1), AxisMap(divisor=2)
 
     def level(frontier: Frontier, depth: int) -> Frontier:

@@ -34,7 +34,7 @@ def _cuts(built: Built, most_values: int) -> tuple[Cut, ...]:
 
 
 def test_the_cut_sets_of_a_u_net() -> None:
-    """One value crosses at the ends alone; with sets of two the outer skip is bridged, with three the inner one, too."""
+    """Sets of one value exist at the ends only; sets of two span the outer skip, sets of three the inner one, too."""
     built = _u_net()
     assert [cut.values for cut in _cuts(built, 1)] == [("x",), ("a",), ("k",), ("e",)]
     assert [cut.values for cut in _cuts(built, 2)] == [("x",), ("a",), ("a", "p"), ("a", "b"), ("a", "j"), ("a", "v"), ("k",), ("e",)]
@@ -53,7 +53,7 @@ def test_the_cuts_of_one_value_are_the_separators(network: Network) -> None:
     }
     known = {position: (value,) for position, value in separators(built.graph, names, built.streamed)}
     results = set(built.graph.live_out(names))
-    # A result that is made early crosses every later cut, which `separators`, asked about the run alone, does not count.
+    # An early result crosses every later cut; `separators` of the run alone does not count it.
     assert inner.items() <= known.items()
     if results == {names[-1]}:
         assert inner == known

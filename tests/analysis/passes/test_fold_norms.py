@@ -25,7 +25,7 @@ _FROZEN = "aten._native_batch_norm_legit_no_training.default"
 
 
 def _norm(kind: type[nn.Module], channels: int, **options: Any) -> nn.Module:
-    """A norm with statistics, weight and bias that are no defaults, in evaluation mode."""
+    """A norm with random statistics, weight and bias, in evaluation mode."""
     norm: Any = kind(channels, **options)
     with torch.no_grad():
         norm.running_mean.normal_()
@@ -52,7 +52,7 @@ class _Frozen(nn.Module):
 
 
 def _network() -> nn.Module:
-    """All geometries: a bias, groups, strides, dilation, padding in words, and a norm without a weight."""
+    """All geometries: a bias, groups, strides, dilation, padding by name, and a norm without a weight."""
     blocks = [
         _Frozen(nn.Conv2d(3, 8, 5, stride=2, padding=2, bias=False), _norm(nn.BatchNorm2d, 8)),
         nn.ReLU(),
@@ -93,7 +93,7 @@ def test_signals_and_volumes(dim: int, conv: type[nn.Module], norm: type[nn.Modu
 
 
 class _Shared(nn.Module):
-    """Convolutions whose own result has another reader, whose weight depends on the input, or whose norm is in training mode."""
+    """Convolutions with another reader of the result, with a weight that depends on the input, or with a norm in training mode."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Shared(nn.Module):
 def test_other_norms_stay(kind: str) -> None:
     torch.manual_seed(0)
     model = _Shared(kind).train()
-    if kind != "training":  # a capture for training needs buffers that it may change
+    if kind != "training":  # a capture for training needs buffers that it can change
         assert not any(target.startswith("sft.folded") for target in _targets(model, (1, 3, 24, 16)))
     assert_exact(model, torch.randn(1, 3, 24, 16), options=sft.Options(tile=(6, None)))
 

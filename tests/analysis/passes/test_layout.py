@@ -57,7 +57,7 @@ def test_tracked_layout_matches_the_tensor(data: st.DataObject) -> None:
             wanted = data.draw(_reshapes(tuple(value.shape)))
             found = reshape_layout(layout, image.shape, wanted, _AXES)
             if found is None:
-                continue  # the image's axes, or its batch, would be split: not followed
+                continue  # a split of the image's axes, or of its batch: not tracked
             value, layout = value.reshape(wanted), found.layout
             if found.rearrangement is not None:
                 change = found.rearrangement
@@ -126,7 +126,7 @@ def test_check_reports_uncompilable_models_without_raising() -> None:
 
 
 class _PerSample(nn.Module):
-    """A parameter with an entry for each sample of the batch, beside a kernel with as many outputs."""
+    """A parameter with an entry for each sample of the batch, and a kernel with as many outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_result_in_another_order() -> None:
 
 
 class _Merge(nn.Module):
-    """Images stacked in front and summed up, and constants made on the way (as feature pyramids and normalisations do)."""
+    """Images stacked along a new first axis and summed, and constants made in between (as in feature pyramids and normalisations)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_stacked_in_front_of_the_batch_and_constants() -> None:
 
 
 class _Assigns(nn.Module):
-    """Parts of an image overwritten in place."""
+    """Slices of an image overwritten in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_parts_overwritten_in_place() -> None:
 
 
 class _BlockTransform(nn.Module):
-    """A linear map of blocks of 8 x 8 pixels, whose place is what is left in front: channels by the number of blocks."""
+    """A linear map of blocks of 8 x 8 pixels, with the index of the block as channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class _BlockTransform(nn.Module):
 
 
 def test_as_many_channels_as_the_image_has_blocks() -> None:
-    """Their number is a symbol, which was turned into an integer."""
+    """Their number is a symbol, which must not become an integer."""
     report = assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
     assert any("linear" in note for note in report.plan.notes)
 
@@ -243,14 +243,14 @@ class _JoinsGroups(nn.Module):
 @pytest.mark.parametrize("dim", [1, 2, -1])
 @pytest.mark.parametrize("num_groups", [1, 2, 6])
 def test_joined_along_one_of_several_dimensions_of_channels(num_groups: int, dim: int, transposed: bool, shape: tuple[int, ...]) -> None:
-    """They were joined along the first one: an error of sizes, or another shape where the next operator broadcasts."""
+    """Regression: they were joined along the first one, with an error of sizes, or another shape where the next operator broadcasts."""
     model = _JoinsGroups(num_groups, dim if dim > 0 else 1 - len(shape), transposed=transposed)
     assert_exact(model, torch.randn(shape), options=sft.Options(tile=(4, None)), steps=1)
     assert_exact(model, torch.randn(shape), options=sft.Options(strategy="none"), steps=1)
 
 
 def test_a_token_joined_to_a_list_of_pixels_is_no_image() -> None:
-    """As in VOLO (Yuan et al., 2021): what came out whole, channels last, looks like an image of other axes."""
+    """As in VOLO (Yuan et al., 2021): an untiled result with channels last looks like an image of other axes."""
 
     class Classed(nn.Module):
         def __init__(self) -> None:

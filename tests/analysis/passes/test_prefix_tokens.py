@@ -1,4 +1,4 @@
-"""Functions of all tokens but some: which become functions of all tokens, and which stay."""
+"""Functions of all tokens but some, some of which become functions of all tokens."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _segment(problem: PlanningProblem, strip_rows: int) -> TiledSegment:
 
 @pytest.mark.parametrize(("name", "training"), _MODES)
 def test_carried_rows_and_state_are_those_of_the_schedule(name: str, training: bool) -> None:
-    """To the row, at every boundary of strips of one and of three strides, away from the borders."""
+    """Exact rows at every boundary of strips of one and of three strides, away from the borders."""
     problem = _problem(name, training)
     footprint, stride = _footprint(problem), problem.sized.stride(problem.sized.phases.phases[0].streamed)
     expected = {value.name: value.carried_rows for value in footprint.values if value.carried_rows and not value.is_source}
@@ -72,10 +72,10 @@ def test_carried_rows_and_state_are_those_of_the_schedule(name: str, training: b
 @pytest.mark.parametrize("rows", [32, 96, 256])
 @pytest.mark.parametrize(("name", "training"), _MODES)
 def test_working_bytes_are_near_the_programs_peak(name: str, training: bool, rows: int) -> None:
-    """Apart from one parameter's gradient, which the formula leaves out, it misses at most 15 % of a training step's peak.
+    """The formula leaves out one parameter's gradient; apart from it, it is at most 15 % below a training step's peak.
 
-    It is never too large by more than the half: not all that it takes for kept is alive at once. In inference it ignores what
-    skips keep alive within the strip, and misses up to 40 %.
+    It is at most half too large: not all kept values are alive at once. In inference it ignores values that skips keep alive within the
+    strip, and is up to 40 % too small.
     """
     problem = _problem(name, training)
     segment = _segment(problem, rows)
@@ -101,7 +101,7 @@ def test_kept_values_are_those_that_derivatives_read() -> None:
 def test_a_plan_prints_the_formulas() -> None:
     plan = sft.plan(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()), (1, 3, 64, 32), options=sft.Options(tile=(16, None)))
     assert "fused-tileable dimensions: batch, height, width" in plan.explain()
-    # Kept are the image (3 channels, two rows of halo) and the result of the ReLU (4); beside them twice the largest value.
+    # Kept are the image (3 channels, two rows of halo) and the result of the ReLU (4); in addition twice the largest value.
     slope, offset = 4 * 32 * (3 + 4 + 2 * 4) / 2**20, 4 * 32 * 3 * 2 / 2**20
     assert f"footprint of a strip: {slope:.4g} MiB * h + {offset:.4g} MiB" in plan.explain()
 
@@ -130,7 +130,7 @@ def test_tall_strips_follow_one_line(footprint: Footprint) -> None:
 @given(footprint=_footprints, stride=st.sampled_from([1, 3, 8]), num_bytes=st.integers(0, 3_000_000))
 def test_largest_strip_by_brute_force(footprint: Footprint, stride: int, num_bytes: int) -> None:
     found = footprint.largest_strip(num_bytes, stride)
-    # No value has less than a byte to eight rows: what fits is found below this many strides, unless there is no value at all.
+    # Every value has at least a byte for eight rows, so fewer strides fit than this number, unless there is no value.
     if not footprint.values:
         assert found is not None and footprint.working_bytes(found) == 0
         return

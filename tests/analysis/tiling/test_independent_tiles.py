@@ -1,4 +1,4 @@
-"""Listing 4: the halo of an independent tile, against the rows that eager PyTorch turns out to read."""
+"""Listing 4: the halo of an independent tile, compared with the rows that eager PyTorch reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _tile(built: Built, wanted: dict[str, Interval], axis: int = 0) -> dict[str,
 
 
 def _paper() -> Built:
-    """The forward half of the paper's figure 7: two 3x3 convolutions, each behind it a pool of stride 2."""
+    """The forward half of the paper's figure 7: two 3x3 convolutions, each followed by a pool of stride 2."""
     b = GraphBuilder((1, 3, 1024, 512))
     b.conv("c1", "x", 4)
     b.max_pool("p1", "c1", 2, 2)
@@ -89,7 +89,7 @@ def test_upsampled_rows_are_computed_in_complete_groups() -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
 def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
-    """A tile of a recompute policy: its program takes no carried rows, and tiles together do redundant work."""
+    """Tiles that recompute halos: a program has no carried rows, and all tiles together do redundant work."""
     problem = problem_of(unet(2, levels=3, width=4), (1, 3, 64, 16), training=True)
     run, phases = problem.sized.phases.phases[0].streamed, problem.sized.phases
     segment = build_region(problem, (SegmentChoice(nodes=run, mode="tiled", strip_rows=64, batch_tile=1),)).segments[0]
@@ -113,7 +113,7 @@ def test_an_empty_tile_reads_no_rows() -> None:
 
 
 class _Net(nn.Module):
-    """Every kind of path: a strided stem, a skip around a pool and an upsampling, a wide and a dilated kernel."""
+    """All kinds of paths: a strided stem, a skip around a pool and an upsampling, a wide and a dilated kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Net(nn.Module):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
-    """The rows of the input that a sum over a tile of the output has a gradient in, found by autograd."""
+    """Rows of the input with a nonzero gradient of a sum over a tile of the output."""
     torch.manual_seed(0)
     model = _Net().double()
     image = torch.randn(1, 2, 42, 26, dtype=torch.float64, requires_grad=True)
@@ -155,7 +155,7 @@ def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
 
 @st.composite
 def _tiles(draw: st.DrawFn) -> tuple[Dag, int, int, Interval]:
-    """A network, an axis, one of its values, and a part of it."""
+    """A network, an axis, one of its values, and an interval of it."""
     dag = draw(dags())
     axis, value = draw(st.integers(0, 1)), draw(st.integers(1, len(dag.nodes)))
     extent = graph_of(dag).extents(axis)[f"v{value}"]
@@ -165,7 +165,7 @@ def _tiles(draw: st.DrawFn) -> tuple[Dag, int, int, Interval]:
 
 @given(case=_tiles())
 def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
-    """A tile has every input row that its results depend on; where no kernel has holes, it has no other at its ends."""
+    """A tile has every input row that its results depend on; without holes in kernels, its end rows are needed."""
     dag, axis, value, part = case
     built = graph_of(dag)
     net = DagNet(every_value(dag))
@@ -183,7 +183,7 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
 
 
 def _has_holes(node: object) -> bool:
-    """True if the node's windows skip rows or columns, or may lie in the padding altogether."""
+    """True if the node's windows skip rows or columns, or may lie in the padding only."""
     if isinstance(node, Conv | MaxPool | AvgPool):
         dilation = (1, 1) if isinstance(node, AvgPool) else node.dilation
         wide = node.padding != "same" and any(p >= k for p, k in zip(node.padding, node.kernel, strict=True))

@@ -16,7 +16,7 @@ from sft.analysis.tiling.position_grid import PositionGrid
 def test_a_placement_is_the_mean_of_the_rows_that_are_read(scale: int, first: int, extra: int, divisor: int) -> None:
     access = AxisMap(scale=scale, first=first, last=first + extra, divisor=divisor)
     placement = AxisPlacement.of_access(access)
-    rows = range(divisor)  # after so many rows the rounding repeats
+    rows = range(divisor)  # period of the rounding in rows
     low = [access.low(row) - placement.stride * row for row in rows]
     high = [(scale * row + access.last) // divisor - placement.stride * row for row in rows]
     assert (placement.first, placement.last) == (sum(low) / Fraction(divisor), sum(high) / Fraction(divisor))

@@ -62,7 +62,7 @@ class _Spade(nn.Module):
 
 
 class _Dice(nn.Module):
-    """A loss of labels as channels, which are summed up alone, too, behind norms."""
+    """A loss of labels as channels, which are also summed alone, after norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Dice(nn.Module):
 
 
 class _Enlarged(nn.Module):
-    """A sum of an image behind a norm and of a small one, enlarged."""
+    """Sum of an image after a norm and of an enlarged small image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,11 +111,11 @@ def test_windows_wait_for_their_weights() -> None:
 
 
 def test_scales_from_a_label_map_wait_for_the_norm() -> None:
-    """Both readers of the hidden image move together, and it with them; more layers need hardly more."""
+    """The hidden image moves together with both of its readers; more layers need hardly more bytes."""
     assert_exact(seeded(_Spade), image(1, 3, 21, 17), image(1, 2, 21, 17, seed=1), options=sft.Options(tile=(4, 6)))
     one, four = (_needed_bytes(seeded(lambda n=n: _Spade(n)), (1, 3, 256, 256), (1, 2, 256, 256)) for n in (1, 4))  # type: ignore[misc]
     scale_and_shift_bytes = 2 * 4 * 256 * 256 * 4
-    assert four - one < 3 * 2 * scale_and_shift_bytes  # with their gradients that is what three layers took
+    assert four - one < 3 * 2 * scale_and_shift_bytes  # with their gradients, the bytes of three layers before
 
 
 def test_an_image_is_enlarged_where_it_is_read() -> None:
@@ -134,7 +134,7 @@ def test_labels_become_channels_where_they_are_compared() -> None:
 
 
 class _Pyramid(nn.Module):
-    """Levels of a pyramid, each normalised and enlarged as often as it is small, and summed (Kirillov et al. 2019)."""
+    """Levels of a pyramid, each normalised and enlarged step by step to full size, and summed (Kirillov et al. 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_an_untiled_operand_is_computed_one_phase_earlier() -> None:
 
 
 def test_ties_do_not_move() -> None:
-    """An operator that makes no more than it reads runs as early as it can."""
+    """An operator with a result no larger than its operands runs as early as possible."""
     builder = GraphBuilder()
     builder.conv("a", "x", 8)
     builder.mean("of_a", "a")

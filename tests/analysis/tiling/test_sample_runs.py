@@ -1,4 +1,4 @@
-"""Sample runs: which operators are independent along samples, and which exchange them."""
+"""Sample runs: operators that are independent along samples, and operators that exchange them."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ def test_partition_of_a_chain(limit: int, expected: list[tuple[str, ...]]) -> No
 
 
 def test_partition_without_an_end() -> None:
-    """When not even the result fits, no segment can end: the paper's out of memory."""
+    """No segment can end if not even the result fits: the paper's out of memory."""
     found = _partition(_down(), _PLANE_BYTES // 2)
     assert _shown(found) == [("*", "c1", "c2", "p1", "c3", "p2", "c4")]
     assert len(found.problems) == 1 and f"holds {_PLANE_BYTES // 2} bytes" in found.problems[0]
 
 
 def test_partition_follows_a_skip_to_its_post_dominator() -> None:
-    """c1 does not fit and the sum reads it, so the pools between, which would fit, cannot be checkpoints."""
+    """c1 does not fit and the sum reads it, so the pools in between, which fit, cannot be checkpoints."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c1", "x", 8)
     b.max_pool("p1", "c1", 4, 4)
@@ -87,7 +87,7 @@ def test_partition_grows_transitively() -> None:
 
 
 def test_partition_includes_a_branch_inside_the_range() -> None:
-    """As in the listing a segment is a range of the order: q, which fits, is inside of one and its reader joins the segment."""
+    """As in the listing a segment is a range of the order: q fits, lies inside of one, and its reader joins the segment."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c1", "x", 8)
     b.max_pool("q", "x", 4, 4)
@@ -124,7 +124,7 @@ def test_partition_reports_untileable_segments() -> None:
 
 
 def test_least_tile_by_hand() -> None:
-    """One pixel behind a 3x3 convolution and a 2x2 pool: 4x4 of the input's 3 channels, 2x2 of 8, and 8 of the result."""
+    """One pixel after a 3x3 convolution and a 2x2 pool: 4x4 of the input's 3 channels, 2x2 of 8, and 8 of the result."""
     b = GraphBuilder((2, 3, 32, 24))
     b.conv("c", "x", 8)
     b.max_pool("p", "c", 2, 2)
@@ -141,9 +141,9 @@ def test_least_tile_by_hand() -> None:
 
 @given(dag=dags(), limit_kib=st.integers(1, 80))
 def test_partition_of_random_graphs(dag: Dag, limit_kib: int) -> None:
-    """Every operator once, in order; what leaves a segment fits, or the partition says so; no cut could come earlier."""
+    """Every operator occurs once, in order; results of a segment fit, or the partition reports it; no cut could be earlier."""
     read = {source for node in dag.nodes for source in (node.sources if isinstance(node, Join) else (node.source,))}
-    unread = {value for value in range(1, len(dag.nodes) + 1)} - read  # capture leaves no operator in that nobody needs
+    unread = {value for value in range(1, len(dag.nodes) + 1)} - read  # captures have no unused operators
     built = graph_of(replace(dag, outputs=tuple(sorted(unread.union(dag.outputs)))))
     graph, limit = built.graph, limit_kib * 1024
     found = _partition(built, limit)
@@ -163,7 +163,7 @@ def test_partition_of_random_graphs(dag: Dag, limit_kib: int) -> None:
         leaves = [name for name in segment.names if name in graph.outputs or not inside.issuperset(graph.users[name])]
         assert not fits(segment.names[0])
         assert segment.problem or all(fits(name) for name in leaves)
-        # A shorter segment would leave behind a value that does not fit, or one whose readers it does not hold.
+        # A shorter segment would end with a value that does not fit, or with a value that has readers in a later segment.
         for stop in range(1, len(segment.names)):
             shorter = set(segment.names[:stop])
             crossing = [n for n in shorter if n in graph.outputs or not shorter.issuperset(graph.users[n])]

@@ -107,7 +107,7 @@ def test_only_depthwise_convolutions_keep_channels(groups: int, inputs: int, out
 
 
 def test_global_pool_in_the_middle() -> None:
-    """Squeeze and excite: between the pool and the product nothing is an image."""
+    """Squeeze and excite: values between the pool and the product are no images."""
     b = GraphBuilder((2, 8, 32, 24))
     b.conv("c1", "x", 8)
     b.mean("g", "c1")
@@ -119,13 +119,13 @@ def test_global_pool_in_the_middle() -> None:
     assert _fused(built, *built.names) == ()
     assert _fused(built, "c1", "g") == ("batch",)
     assert _fused(built, "gated", "c2") == ("batch", "height", "width")
-    # Between c1 and the product both c1 and what is computed from it are needed; there is no single value to cut at.
+    # Between c1 and the product both c1 and values computed from it are needed; no single value separates them.
     assert _separators(built) == [(1, "c1"), (4, "gated")]
     assert _segments(built, "height") == [(("c1",), ("batch", "height", "width")), (("c2",), ("batch", "height", "width"))]
 
 
 def test_chains_side_by_side() -> None:
-    """Two images that meet later are walked together, by what both allow; no component holds both."""
+    """Two images that join later are traversed together, along the dimensions that both allow; no component has both."""
     b = GraphBuilder((2, 8, 32, 24))
     b.image("y", (2, 8, 32, 24))
     b.relu("rx", "x")
@@ -165,7 +165,7 @@ def _operator(phases: PhasedGraph, name: str) -> str:
 
 
 def test_separators_of_resnet18() -> None:
-    """The stem's four operators, and in each block the sum and the ReLU behind it; inside a block the skip crosses too."""
+    """The stem's four operators, and in each block the sum and the ReLU after it; inside a block the skip crosses too."""
     phases = _captured(freeze_norm(resnet18(2, width=4)), 64)
     run = phases.phases[0].streamed
     found = separators(phases.graph, run, phases.streamed)
@@ -181,7 +181,7 @@ def test_separators_of_resnet18() -> None:
 
 
 def test_separators_of_a_unet() -> None:
-    """Between the first level's last ReLU, which the last concatenation reads, and that concatenation two values cross or more."""
+    """Between the first level's last ReLU and the last concatenation, which reads it, at least two values cross."""
     phases = _captured(unet(2, levels=4, width=4), 64)
     run = phases.phases[0].streamed
     found = separators(phases.graph, run, phases.streamed)
@@ -192,7 +192,7 @@ def test_separators_of_a_unet() -> None:
 
 @given(dag=dags())
 def test_separators_are_minimum_cuts(dag: Dag) -> None:
-    """The definition itself, on random graphs: a place is a separator if one value before it has readers behind it."""
+    """The definition on random graphs: a position is a separator if one value before it has readers after it."""
     built = graph_of(dag)
     graph, names = built.graph, built.names
     cuts = {}

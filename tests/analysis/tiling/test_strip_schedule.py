@@ -49,7 +49,7 @@ def test_every_row_once_in_order(case: tuple[Dag, Built, StripSchedule]) -> None
 
 @given(case=_cases())
 def test_rows_are_available_when_read(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """A strip's reads are available in it; an available inner row was carried in or has just been computed."""
+    """A strip's reads are available in it; an available inner row is carried or computed in this strip."""
     _, _, schedule = case
     before: dict[str, Interval] = {}
     for step in _steps(schedule):
@@ -80,7 +80,7 @@ def test_row_changes_turn_each_state_into_the_next(case: tuple[Dag, Built, Strip
 
 @given(case=_cases())
 def test_no_unneeded_row_is_carried(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """The rows carried into a strip begin with the first one that this or a later strip reads; none are carried if none is read."""
+    """Rows carried into a strip begin with the first row that this or a later strip reads; no row is carried without a read."""
     _, _, schedule = case
     first = {name: np.full(schedule.num_steps + 1, 2**40) for name in schedule.names}
     for step in reversed(_steps(schedule)):
@@ -101,7 +101,7 @@ def test_no_unneeded_row_is_carried(case: tuple[Dag, Built, StripSchedule]) -> N
 
 @given(case=_cases())
 def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """Every row that a new row depends on is read; rows and padding together are the windows' span, whose ends are used."""
+    """Every row that a new row depends on is read; rows and padding together are the windows' span, and both of its ends are used."""
     dag, built, schedule = case
     steps = _steps(schedule)
     for name, dependence in operator_dependence(dag).items():
@@ -121,7 +121,7 @@ def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripS
 
 @given(case=_cases())
 def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """After each strip the next row of a value reads a row that an operand lacks, or only padding above the image."""
+    """After each strip the next row of a value reads a missing row of an operand, or only padding above the image."""
     _, built, schedule = case
     extents = built.extents()
     for step in _steps(schedule):
@@ -134,14 +134,14 @@ def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedu
 
 @given(case=_cases())
 def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """The last step still computes, or takes in, a row; the flush takes as many steps as the deepest value's delay asks for."""
+    """The last step computes or reads a row; the number of flush steps is that of the deepest value's delay."""
     _, built, schedule = case
     extents = built.extents()
     last = schedule.step(schedule.num_steps - 1)
     assert any(node.new for node in last.nodes)
 
     def done(num_steps: int) -> bool:
-        """By definition: the frontiers, borders ignored, of an input that goes on past its end."""
+        """Definition: frontiers without borders, for an input that continues past its end."""
         front = {name: num_steps * schedule.strip_rows for name in schedule.sources}
         for name in built.run.names:
             if name in built.streamed:
@@ -178,7 +178,7 @@ def test_kinds_distinguish_strips_with_different_programs(case: tuple[Dag, Built
 
 
 def test_two_convolutions_in_full() -> None:
-    """Five rows in strips of two. Each convolution lags a row behind; the third step takes the last row in and flushes."""
+    """Five rows in strips of two. Each convolution has a delay of one row; the third step reads the last row and flushes."""
     b = GraphBuilder((1, 1, 5, 4))
     b.conv("a", "x", 1)
     b.conv("b", "a", 1)
@@ -205,14 +205,14 @@ def test_a_strip_taller_than_the_image_is_the_image() -> None:
 
 @pytest.mark.parametrize(("strip_rows", "num_steps"), [(1, 67), (2, 34), (3, 23), (5, 14), (64, 2)])
 def test_a_delay_of_three_rows_costs_its_strips(strip_rows: int, num_steps: int) -> None:
-    """The 64 rows are out when the input would have advanced to 67."""
+    """All 64 rows are computed when the input has advanced to row 67."""
     b = GraphBuilder((1, 1, 64, 4))
     b.conv("a", "x", 1, 7)
     assert _schedule(b.build(), strip_rows).num_steps == num_steps
 
 
 def test_a_skip_keeps_rows_for_its_reader() -> None:
-    """The sum reads row o of both; the 7x7 body lags 3 rows behind the skip, which carries them."""
+    """The sum reads row o of both; the 7x7 body has a delay of 3 rows, which the skip carries."""
     b = GraphBuilder((1, 1, 32, 4))
     b.relu("skip", "x")
     b.conv("body", "skip", 1, 7)
@@ -224,7 +224,7 @@ def test_a_skip_keeps_rows_for_its_reader() -> None:
 
 @pytest.mark.parametrize("strip_rows", [1, 3, 8, 40])
 def test_sources_of_different_heights(strip_rows: int) -> None:
-    """An image and one of half its size, joined behind an upsampling: each is read once, the smaller at half the pace."""
+    """An image and one of half its size, joined after an upsampling: each is read once, the smaller one at half the rate."""
     b = GraphBuilder((1, 2, 32, 24))
     b.image("small", (1, 2, 16, 12))
     b.conv("a", "x", 2)

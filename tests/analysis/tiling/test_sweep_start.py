@@ -1,4 +1,4 @@
-"""Sweeps that start below the first row: every row that is still missing depends on rows of the strips that run, and on sources."""
+"""Sweeps that start below the first row: every missing row depends on rows of the strips that run, and on sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_missing_rows_depend_on_no_strip_that_is_left_out(data: st.DataObject) -
 
 
 def test_values_without_missing_rows_may_stay_wrong() -> None:
-    """All rows of ``late`` are known. It is computed again after the start, from a row that only a strip before it computes."""
+    """All rows of ``late`` exist. It is computed again after the start, from a row that only an earlier strip computes."""
     b = GraphBuilder((1, 3, 5, 4))
     b.relu("tall", "x")
     b.conv("low", "x", 2, 1, stride=4, padding=0)
@@ -43,7 +43,7 @@ def test_values_without_missing_rows_may_stay_wrong() -> None:
 
 
 def _check_start(built: Built, schedule: StripSchedule, known: Mapping[str, int]) -> None:
-    """Rows from the first strip on are exact if they depend on rows of these strips alone; all that a missing row depends on are."""
+    """Check that a missing row depends on exact rows only: rows from the first strip on that depend on rows of these strips alone."""
     start, extents = sweep_start(schedule, known), built.extents()
     operators = [name for name in schedule.names if name not in schedule.sources and extents.get(name)]
     assert 0 <= start.first <= start.complete <= schedule.num_steps

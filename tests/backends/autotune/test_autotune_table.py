@@ -49,7 +49,7 @@ def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
     slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
     selector = TableSelector(table=_TABLE.including([slow]))
     assert [selector.selects_kernel(replace(_CLASS, pixels=4**power)) for power in (4, 5, 7, 8, 9, 10, 12, 13)] == [
-        False,  # nobody measured anything near
+        False,  # no measurement of a similar size
         False,
         False,
         False,
@@ -83,7 +83,7 @@ def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], mess
 
 @pytest.mark.parametrize(("num_bits", "is_right"), [(9, False), (10, True), (11, True)])
 def test_truncated_operands_of_ten_bits_are_right(num_bits: int, is_right: bool) -> None:
-    """Ten bits are what matrix instructions keep of fp32 operands; the error is the expected one, and one bit less is refused."""
+    """Matrix instructions keep ten bits of fp32 operands; the error is the expected one, and one bit less is refused."""
     generator = torch.Generator().manual_seed(num_bits)
     operands = [torch.randn(shape, generator=generator) for shape in ((64, 72), (72, 512))]
     truncated = [(each.view(torch.int32) >> (23 - num_bits) << (23 - num_bits)).view(torch.float32) for each in operands]
@@ -149,8 +149,8 @@ def _variant(case: TuningCase) -> str:
 
 @needs_triton
 def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where products of computed operands are right is the assembler's to say, not Triton's: another may be named."""
-    from sft.kernels import common_triton as blocks_triton  # not above: it imports Triton
+    """Correct products of computed operands depend on the assembler, not on Triton; another one may be named."""
+    from sft.kernels import common_triton as blocks_triton  # here, because it imports Triton
 
     capability = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
@@ -351,7 +351,7 @@ def test_the_largest_part_of_the_time_is_measured_first(capsys: pytest.CaptureFi
 
 
 def test_a_plan_gets_entries_for_the_shapes_of_its_strips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Strips of a plan may be too small for the entries of untiled layers; then PyTorch's operators would run."""
+    """Strips of a plan may be too small for the entries of untiled layers, so that PyTorch's operators would run."""
     shape, options = (1, 3, 2048, 2048), sft.Options(tile=(4, None))
     plan = sft.plan(_model(), shape, budget="1GiB", options=options)
     strips = TuneRequest(models=[(_model(), (shape,))], dtypes=("float32",), options=sft.Options(), budget=plan.total_bytes, plan=plan)

@@ -1,4 +1,4 @@
-"""Code that a configuration may name: what is refused before it is imported, and before it is called."""
+"""Code that a configuration may name: refusals before the import, and before the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sft.common.errors import InputError
 from sft.common.model_zoo import ModelName
 from sft.common.untrusted.trusted_code import Trust, TrustedCode
 
-#: A module that records its import and the calls of what must not be called.
+#: A module that records its import and forbidden calls.
 _MODULE = """
 import functools, os, pathlib
 from os import system
@@ -82,7 +82,7 @@ def test_a_trusted_file_does_not_admit_its_neighbours(folder: Path) -> None:
     trust = TrustedCode.of(str(folder / "sft_test_net.py"))
     with pytest.raises(InputError, match="--trust sft_test_other"):
         _name("sft_test_other:Net", trust).factory()
-    # Installed packages inside a trusted folder, as in an environment, are none of its own modules.
+    # Installed packages inside a trusted folder, as in an environment, are not its own modules.
     (folder / "deep").mkdir()
     (folder / "deep" / "sft_test_deep.py").write_text("")
     sys.path.append(str(folder / "deep"))

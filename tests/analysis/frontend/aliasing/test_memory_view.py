@@ -1,4 +1,4 @@
-"""Addresses of views, against an enumeration."""
+"""Addresses of views, compared with an enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that do not depend on inputs: constants of the capture, and guards where a tensor of the model decides them."""
+"""Values that do not depend on inputs: constants of the capture, with guards on tensors of the model that determine them."""
 
 from __future__ import annotations
 

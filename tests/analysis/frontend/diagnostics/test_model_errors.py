@@ -1,4 +1,4 @@
-"""Errors in a model's own code: the very error that eager PyTorch raises, at its line, from every entry point."""
+"""Errors in a model's own code: the error of eager PyTorch, at its line, from every entry point."""
 
 from __future__ import annotations
 

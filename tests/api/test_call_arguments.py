@@ -161,7 +161,7 @@ class _Unregistered:
     image: Tensor
 
 
-def test_what_is_neither_an_input_nor_a_constant_is_refused() -> None:
+def test_arguments_that_are_neither_inputs_nor_constants_are_refused() -> None:
     net = sft.compile(seeded(_Containers), (*_SHAPE[:2], None, None))
     with pytest.raises(sft.InputError, match=r"is a .*_Unregistered; .*registered with torch.export.register_dataclass"):
         net(_Unregistered(image(*_SHAPE)))

@@ -100,7 +100,7 @@ def test_a_plan_keeps_its_origin_in_json_and_pickles(probe: Probe) -> None:
     assert "budget_note" not in json.loads(explicit.to_json())
 
 
-def test_a_given_plan_brings_its_budget(probe: Probe) -> None:
+def test_a_supplied_plan_determines_the_budget(probe: Probe) -> None:
     probe("10.8GiB")
     plan = sft.plan(_model(), _SHAPE, budget="64MiB")
     assert sft.of(sft.compile(_model(), _SHAPE, plan=plan)).plan.budget_bytes == 64 * 2**20
@@ -137,7 +137,7 @@ def test_a_host_budget_that_the_host_does_not_have_is_refused(probe: Probe) -> N
         sft.plan(model, shape, budget="5MiB", options=sft.Options(host_budget="1GiB"))
 
 
-def test_a_model_on_the_meta_device_is_planned_for_a_device_that_is_not_here(probe: Probe) -> None:
+def test_a_model_on_the_meta_device_is_planned_for_an_absent_device(probe: Probe) -> None:
     probe("4GiB")
     with torch.device("meta"):
         model = _model()

@@ -70,7 +70,7 @@ def test_one_strategy_and_one_budget_need_no_list() -> None:
     assert sft.pareto(_model(), _SHAPE, budgets=2**20, strategies="auto") == one
 
 
-def test_given_budgets_are_used_and_infeasible_strategies_are_left_out() -> None:
+def test_a_list_of_budgets_replaces_the_default_and_infeasible_strategies_are_left_out() -> None:
     with remembered_captures():
         plain_bytes = sft.plan(_model(), _SHAPE, options=sft.Options(strategy="none")).total_bytes
         budgets: list[int | str] = [plain_bytes - 1, f"{plain_bytes}B", plain_bytes]

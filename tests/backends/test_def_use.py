@@ -45,7 +45,7 @@ def _relu(e: ProgramBuilder, slot: Slot) -> Slot:
     return e.call(aten.relu_.default, slot, writes=slot)
 
 
-def test_nothing_in_the_way() -> None:
+def test_fusion_without_conflicting_accesses() -> None:
     e, x, w = _emitter()
     e.result("append", "y", _relu(e, _conv(e, x, w)))
     assert _names(e) == ["ConvolutionCall.run relu"]
@@ -89,7 +89,7 @@ def test_an_operand_that_changes_before_the_relu() -> None:
     assert _names(e) == ["clone.default", "ConvolutionCall.run", "mul_.Tensor", "relu_.default"]
 
 
-def test_a_padded_copy_of_what_changes_stays() -> None:
+def test_a_padded_copy_of_a_changing_operand_stays() -> None:
     e, x, w = _emitter()
     own = e.call(aten.clone.default, x, shape=_SHAPE)
     padded = e.call(aten.constant_pad_nd.default, own, [0, 0, 1, 0], 0.0, shape=(1, 8, 7, 6))
@@ -99,7 +99,7 @@ def test_a_padded_copy_of_what_changes_stays() -> None:
     assert _names(e) == ["clone.default", "constant_pad_nd.default", "mul_.Tensor", "ConvolutionCall.run"]
 
 
-def test_a_padded_copy_that_nobody_needs_goes() -> None:
+def test_an_unused_padded_copy_is_removed() -> None:
     e, x, w = _emitter()
     padded = e.call(aten.constant_pad_nd.default, x, [0, 0, 1, 0], 0.0, shape=(1, 8, 7, 6))
     e.result("append", "y", e.call(aten.convolution.default, padded, w, None, *_PLAIN, shape=(1, 8, 7, 6)))
@@ -112,7 +112,7 @@ def test_a_buffer_of_the_callers_layout_is_copied_into() -> None:
     assert _names(e) == ["ConvolutionCall.run relu", "copy_.default"]
 
 
-def test_a_masked_gradient_that_another_reads_stays_in_memory() -> None:
+def test_a_masked_gradient_with_another_reader_stays_in_memory() -> None:
     e, x, w = _emitter()
     y = e.call(aten.relu.default, x, shape=_SHAPE)
     arriving = e.call(aten.clone.default, x, shape=_SHAPE)

@@ -76,7 +76,7 @@ def _calls(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["tiled", "whole"])
-def test_a_program_stays_as_it_is_where_nothing_is_taken(mode: str) -> None:
+def test_a_program_without_fusions_is_unchanged(mode: str) -> None:
     problem, never = _problem(), Never()
     ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (KernelBackend(selector=never), None))
     assert [program.instructions for program in ours] == [program.instructions for program in atens]
@@ -155,7 +155,7 @@ def test_programs_are_data() -> None:
     assert program_hash(first) != program_hash(plain)
 
 
-def test_plans_say_what_kernels_run_and_survive_json() -> None:
+def test_plans_list_kernels_and_survive_json() -> None:
     with torch.device("meta"):
         model = _block()
     options = sft.Options(backend="triton", tile=(16, None))
@@ -170,7 +170,7 @@ def test_plans_say_what_kernels_run_and_survive_json() -> None:
     assert plan.flops == aten.flops
 
 
-def test_double_precision_is_atens() -> None:
+def test_double_precision_runs_on_aten() -> None:
     with torch.device("meta"):
         model = _block().double()
     plan = sft.plan(model, (1, 3, 64, 64), options=sft.Options(backend="triton", tile=(16, None)))
@@ -185,7 +185,7 @@ def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
         sft.Options(backend="cuda")
 
 
-def test_auto_is_aten_where_nobody_has_measured(tmp_path: Path) -> None:
+def test_auto_is_aten_without_measurements(tmp_path: Path) -> None:
     assert backend_for("auto", torch.device("cpu"), [tmp_path]) is None
     assert backend_for("aten", torch.device("cpu"), [tmp_path]) is None
     assert isinstance(backend_for("triton", torch.device("meta"), [tmp_path]), KernelBackend)

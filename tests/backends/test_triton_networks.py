@@ -91,7 +91,7 @@ def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, sha
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_group_equals_what_it_replaces(dtype: str, tmp_path: Path) -> None:
+def test_each_group_equals_the_operators_it_replaces(dtype: str, tmp_path: Path) -> None:
     """Also in the subsets that a measured table may choose. The interpreter truncates to bfloat16: an error of one unit in the last
     place of each result, and of each value between two kernels."""
     cases = [("residual, eval norm", (1, 3, 8, 6)), ("u-net", (1, 3, 8, 6))] + [("vgg", (1, 3, 8, 6))] * (dtype == "float32")

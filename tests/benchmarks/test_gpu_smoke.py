@@ -80,7 +80,7 @@ def test_networks_in_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["offload", "streamed-weights"])
-def test_modes_do_what_they_are_about(small: Any, mode: str) -> None:
+def test_modes_have_their_feature(small: Any, mode: str) -> None:
     result = small.run_case("u-net", mode, _CPU, _SIZE)
     assert (result.status, result.note) == ("ok", "")
 

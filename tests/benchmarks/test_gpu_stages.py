@@ -125,7 +125,7 @@ def test_mistakes_are_refused(arguments: list[str], message: str, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_kernels_compiled_before_are_used(tmp_path: Path) -> None:
+def test_precompiled_kernels_are_used(tmp_path: Path) -> None:
     """With a copy of the script next to a folder of compiled kernels."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "build" / "triton-cache").mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_kernels_compiled_before_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_passes() -> None:
     done = subprocess.run(["shellcheck", str(_SCRIPT), str(_SCRIPT.with_name("scaling.sh"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -27,7 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("arguments", [["--only", "rows"], ["all"], ["--stage", "2"], ["test"], ["sanitize"], ["tune"]], ids=" ".join)
-def test_without_a_gpu_it_says_so(arguments: list[str], tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_refuses(arguments: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RESULTS": str(tmp_path)}
     command = [str(_ROOT / "benchmarks" / "gpu.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -66,7 +66,7 @@ def test_running_statistics_of_checkpointed_norms_are_wrong() -> None:
     assert outcome.error is not None and outcome.error <= EXACT
 
 
-def test_a_method_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lightstream", None)
     with pytest.raises(Refused, match=r"lightstream.* is not installed: pip install"):
         prepare_peer(replace(_TINY, method="lightstream, tile chosen"), build_peer(_TINY))

@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("kernel_steps")
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_refuses(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(_ROOT / "benchmarks" / "gpu.sh"), "steps", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

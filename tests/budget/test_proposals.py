@@ -75,7 +75,7 @@ def test_changes_together_where_none_suffices() -> None:
     assert "with an input that is read in strips" in str(error) and "and outputs on the host (output='host')" in str(error)
 
 
-def test_less_is_needed_where_nothing_fits() -> None:
+def test_changes_without_a_fit_name_the_remaining_bytes() -> None:
     error = _refusal(_normed(), _SHAPE, "100KiB")
     assert not _remedies(error) and re.search(
         r" With .*frozen norms \(.eval\(\) of the norms\).* it still needs [\d.]+ [KM]iB\. ", str(error)
@@ -125,7 +125,7 @@ def test_the_command_line_names_its_own_options(capsys: pytest.CaptureFixture[st
     assert main([*command, "--frozen-norms"]) == 0
 
 
-def test_words_of_an_interface_leave_out_what_it_lacks() -> None:
+def test_remedies_that_an_interface_lacks_are_left_out() -> None:
     remedies = [Remedy(settings=("output",), needed_bytes=2**30, fits=True), Remedy(settings=("budget",), num_bytes=2**31 + 1)]
     error = budget_error("too small.", 2**31 + 1, remedies)
     assert str(error) == (

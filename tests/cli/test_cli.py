@@ -178,7 +178,7 @@ def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.count("Segment ") == num_segments
 
 
-def test_compare_says_why_nothing_fits_and_what_would(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_lists_the_needed_bytes_if_no_strategy_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", *_NET, "--budget", "200KiB", "--compare", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_models_that_read_buffers_are_built_with_values(capsys: pytest.CaptureFi
         sft.plan(model, (1, 3, 64, 64))
 
 
-def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_lists_unsupported_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *_NET]) == 0
     assert "exact" in capsys.readouterr().out
     assert main(["check", f"{__name__}:Refused", "--input", "1x3x64x64", "--json"]) == 1
@@ -339,7 +339,7 @@ def test_ctrl_c_during_an_import_ends_the_process_without_a_traceback() -> None:
     assert done.returncode == 130 and done.stderr == ""
 
 
-def test_a_failure_to_write_standard_output_is_told() -> None:
+def test_a_failure_to_write_standard_output_is_reported() -> None:
     assert output_problem(OSError(errno.ENOSPC, "No space left on device")) == "cannot write standard output: No space left on device"
     assert not output_problem(OSError(errno.ENOSPC, "No space left on device", "plan.json"))
     assert not output_problem(SourceError("cannot write plan.json"))
@@ -392,12 +392,12 @@ def test_errors_end_with_the_line_to_try_next(capsys: pytest.CaptureFixture[str]
         sft.compile(Refused(), (1, 3, 64, 64), budget="1MiB")
 
 
-def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(sft.InputError):
         main(["--debug", "plan", "no_such_model", "--input", "1x3x64x64"])
 
 
-def test_it_is_a_module() -> None:
+def test_python_m_sft_runs() -> None:
     found = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
     assert all(command in found.stdout for command in ("doctor", "check", "plan"))
 

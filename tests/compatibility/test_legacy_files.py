@@ -478,7 +478,7 @@ def _assert_same_gradients(net: nn.Module, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_in_json_says_what_it_said(name: str) -> None:
+def test_plans_in_json_have_their_fields(name: str) -> None:
     text, case = _text(name), PLANS[name]
     plan = sft.Plan.from_json(text)
     assert plan.to_json() == text, "the same text, field by field and in the same order"
@@ -538,7 +538,7 @@ def test_plans_of_operators_in_another_form_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in RENAMED])
-def test_plans_name_operators_that_are_still_called_so(name: str) -> None:
+def test_operator_names_of_plans_exist(name: str) -> None:
     plan = sft.Plan.from_json(_named_plans()[name])
     model, x = seeded(NAMED[name]), image(2, 3, 16, 12)
     more = (_LABELS,) if isinstance(model, Labelled) else ()
@@ -552,7 +552,7 @@ def test_plans_name_operators_that_are_still_called_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_plans_in_half_precision_name_operators_that_are_still_called_so(name: str) -> None:
+def test_operator_names_of_half_precision_plans_exist(name: str) -> None:
     plan = sft.Plan.from_json(_named_plans()[f"{name} in bfloat16"])
     model = seeded(NAMED[name], dtype=torch.bfloat16)
     net: Any = sft.compile(model, [(2, 3, 16, 12), *((_LABELS,) if isinstance(model, Labelled) else ())], plan=plan)
@@ -599,7 +599,7 @@ def _unless(*modules: str) -> None:
         pytest.importorskip(module)
 
 
-def test_every_name_that_a_pickle_refers_to_is_found() -> None:
+def test_names_in_pickles_exist() -> None:
     missing = []
     names = {name for content in (*_pickles().values(), *_saved_pickles()) for name in globals_of(content)}
     assert len(names) > 100
@@ -658,7 +658,7 @@ def pickle_inside(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_classes_and_functions_are_found_by_their_old_names(package: str) -> None:
+def test_old_names_of_public_classes_and_functions_exist(package: str) -> None:
     if package == "sft.wsi":
         _unless("yaml", "jsonargparse", "sklearn", "safetensors")
     found = _pickled(f"names of {package}")
@@ -866,7 +866,7 @@ def test_images_read_the_same_pixels(name: str) -> None:
 
 
 @pytest.mark.usefixtures("in_data")
-def test_images_know_what_they_knew() -> None:
+def test_metadata_of_pickled_images() -> None:
     assert _pickled("array image").mpp == (0.5, 0.25) and _pickled("array image").background == (1, 2, 3)
     assert _pickled("array image of a file").path == Path("image.npy")
     assert _pickled("with mpp").mpp == (0.25, 0.25)

@@ -19,7 +19,7 @@ _ROOT = Path(sft.__file__).parent
 
 
 @pytest.mark.parametrize(("module", "name", "place", "new_name"), _ENTRIES)
-def test_each_name_is_what_it_is_today(module: str, name: str, place: str, new_name: str) -> None:
+def test_old_names_are_the_present_objects(module: str, name: str, place: str, new_name: str) -> None:
     value = pickle.loads(f"c{module}\n{name}\n.".encode())
     assert value is getattr(importlib.import_module(place), new_name)
     assert place not in moved(), "the new module has moved, too"
@@ -33,7 +33,7 @@ def test_a_stand_in_hides_no_module(module: str) -> None:
     assert parent in moved() or _ROOT.joinpath(*parent.split(".")[1:], "__init__.py").exists(), "no parent to import"
 
 
-def test_what_is_not_in_the_table_is_an_attribute_error() -> None:
+def test_unknown_names_are_attribute_errors() -> None:
     stand_in = sys.modules["sft.plan.types"]
     assert not hasattr(stand_in, "__file__") and not hasattr(stand_in, "__path__") and not hasattr(stand_in, "json")
     assert {"Plan", "SegmentPlan"} <= set(dir(stand_in))

@@ -74,7 +74,7 @@ def test_inputs_that_are_written_into_stay_as_they_are(name: str, tile: tuple[in
     assert torch.equal(given, x)
 
 
-def test_a_call_of_its_own_is_refused_where_it_would_run_twice() -> None:
+def test_an_overridden_call_method_is_refused() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

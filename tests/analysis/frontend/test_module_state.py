@@ -141,7 +141,7 @@ def test_a_missing_input_is_the_reason_of_the_refusal() -> None:
         sft.compile(Open(lambda model, y: y * y.mean().item()), _SHAPE)
 
 
-def test_a_number_of_a_constant_is_a_number() -> None:
+def test_item_of_a_constant_is_a_python_number() -> None:
     model = seeded(lambda: _Model(lambda model, y: y * torch.tensor(2.5).item()))
     assert_exact(model, image(*_SHAPE), options=sft.Options(tile=(5, 20)))
 

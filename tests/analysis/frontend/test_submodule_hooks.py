@@ -84,7 +84,7 @@ def test_hooks_that_change_values_are_part_of_the_graph(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["output", "input"])
-def test_hooks_that_come_and_go_after_compile(kind: str) -> None:
+def test_hooks_added_and_removed_after_compile(kind: str) -> None:
     model = seeded(ConvNet)
     plain = copy.deepcopy(model)
     net, x = sft.compile(model, _SHAPE, options=_OPTIONS), image(*_SHAPE)

@@ -27,7 +27,7 @@ def _graph(first: str = "relu", second: str = "add", value: float = 1.0) -> Grap
     return Graph(nodes=nodes, outputs=(second,), updates=((first, "mean"),), constant_outputs=((1, None),))
 
 
-def test_names_do_not_count() -> None:
+def test_names_are_ignored() -> None:
     graph, reference = _graph("relu_7", "add_9"), _graph()
     names = isomorphism(graph, reference)
     assert names == {"x": "x", "relu_7": "relu", "add_9": "add"}
@@ -44,6 +44,6 @@ def test_names_do_not_count() -> None:
         {"nodes": (*_graph().nodes[:2], replace(_graph().nodes[2], shape=(3, 3)))},
     ],
 )
-def test_all_else_counts(change: dict[str, Any]) -> None:
+def test_other_differences_count(change: dict[str, Any]) -> None:
     assert isomorphism(_graph(), replace(_graph(), **change)) is None
     assert isomorphism(_graph(), _graph(value=2.0)) is None

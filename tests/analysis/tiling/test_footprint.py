@@ -87,7 +87,7 @@ def test_working_bytes_are_near_the_programs_peak(name: str, training: bool, row
     assert working >= (0.85 * (peak - largest) if training else 0.6 * peak)
 
 
-def test_kept_values_are_those_that_derivatives_read() -> None:
+def test_kept_values_are_those_read_by_derivatives() -> None:
     """In a U-Net: convolutions keep their operands, so do the pools; the first keeps the image."""
     problem = _problem("unet", True)
     graph, rows = problem.sized.graph, problem.sized.phases.rows

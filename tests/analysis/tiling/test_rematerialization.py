@@ -153,7 +153,7 @@ def test_any_budget_is_exact(name: str, share: float, batch: int, sides: tuple[i
     assert_exact(model, x, budget=least + int(share * least), steps=1, input_grad=has_input_grad)
 
 
-def test_a_plan_says_what_runs_again() -> None:
+def test_a_plan_lists_recomputed_operators() -> None:
     model = seeded(_stem).float().train()
     plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options()))
     text = " ".join(plan.explain().split())

@@ -53,7 +53,7 @@ def test_partition_of_a_chain(limit: int, expected: list[tuple[str, ...]]) -> No
     assert all(segment.dimensions == ("batch", "height", "width") for segment in found.segments if segment.tiled)
 
 
-def test_partition_without_an_end() -> None:
+def test_partition_out_of_memory() -> None:
     """No segment can end if not even the result fits: the paper's out of memory."""
     found = _partition(_down(), _PLANE_BYTES // 2)
     assert _shown(found) == [("*", "c1", "c2", "p1", "c3", "p2", "c4")]

@@ -100,7 +100,7 @@ def test_no_unneeded_row_is_carried(case: tuple[Dag, Built, StripSchedule]) -> N
 
 
 @given(case=_cases())
-def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripSchedule]) -> None:
+def test_reads_are_the_rows_that_eager_operators_depend_on(case: tuple[Dag, Built, StripSchedule]) -> None:
     """Every row that a new row depends on is read; rows and padding together are the windows' span, and both of its ends are used."""
     dag, built, schedule = case
     steps = _steps(schedule)
@@ -120,7 +120,7 @@ def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripS
 
 
 @given(case=_cases())
-def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedule]) -> None:
+def test_rows_are_computed_as_early_as_possible(case: tuple[Dag, Built, StripSchedule]) -> None:
     """After each strip the next row of a value reads a missing row of an operand, or only padding above the image."""
     _, built, schedule = case
     extents = built.extents()

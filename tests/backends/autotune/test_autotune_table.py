@@ -45,7 +45,7 @@ def test_a_table_survives_json() -> None:
     assert [entry.fastest for entry in table.entries] == ["triton", "aten"]
 
 
-def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
+def test_lookup_takes_the_nearest_number_of_pixels_within_a_limit() -> None:
     slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
     selector = TableSelector(table=_TABLE.including([slow]))
     assert [selector.selects_kernel(replace(_CLASS, pixels=4**power)) for power in (4, 5, 7, 8, 9, 10, 12, 13)] == [
@@ -99,7 +99,7 @@ def test_a_kernel_runs_if_it_gains_more_than_five_per_cent() -> None:
     assert [entry.fastest for entry in entries] == ["triton", "aten", "aten"]
 
 
-def test_a_kernel_may_be_as_far_off_as_aten() -> None:
+def test_a_kernel_may_have_the_error_of_aten() -> None:
     assert replace(_ENTRY, error=0.1, aten_error=0.095).fastest == "triton"
 
 
@@ -118,7 +118,7 @@ def test_a_kernel_may_be_as_far_off_as_aten() -> None:
         lambda data: data.update(entries=[None]),
     ],
 )
-def test_a_file_that_is_no_table_says_so(spoil: Any, tmp_path: Path) -> None:
+def test_a_file_without_a_table_is_refused(spoil: Any, tmp_path: Path) -> None:
     data = json.loads(_TABLE.to_json())
     spoil(data)
     path = tmp_path / table_name(_TABLE.device, _TABLE.triton)
@@ -127,7 +127,7 @@ def test_a_file_that_is_no_table_says_so(spoil: Any, tmp_path: Path) -> None:
         find_table([tmp_path], _TABLE.device, _TABLE.triton)
 
 
-def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
+def test_tables_are_selected_by_device_and_version(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     _TABLE.save(second / table_name(_TABLE.device, _TABLE.triton))
     assert find_table([first, second], _TABLE.device, _TABLE.triton) == _TABLE
@@ -229,7 +229,7 @@ def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
     assert all(selector.selects_kernel(case.shape_class) == (case.shape_class.operator != "max pool") for case in cases)
 
 
-def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
+def test_the_fastest_correct_kernel_is_selected(tmp_path: Path) -> None:
     cases = collect_tuning_cases(_request(None), torch.device("cpu"))
     table = tune(cases, ListBenchmarker(fast="deep"), tmp_path).table
     convolutions = [case for case in cases if case.shape_class.operator.startswith("conv2d")]
@@ -242,7 +242,7 @@ def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
     assert TableSelector(table=found.table).launch_variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
 
 
-def test_ways_to_split_by_class() -> None:
+def test_splits_by_class() -> None:
     assert launch_variants(_CLASS) == ("default", "deep", "small", "rows")
     assert launch_variants(replace(_CLASS, channels=(128, 64))) == ("default", "deep", "small")
     assert launch_variants(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
@@ -287,7 +287,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(tune(cases, third, tmp_path, again=True).measured) == len(cases)
 
 
-def test_time_may_be_short(tmp_path: Path) -> None:
+def test_tuning_with_little_time(tmp_path: Path) -> None:
     cases = collect_tuning_cases(_request(None), torch.device("cpu"))
     found = tune(cases, ListBenchmarker(), tmp_path, limit_seconds=-1.0)
     assert found.num_left == len(cases) and not found.measured and not found.table.entries
@@ -381,7 +381,7 @@ def test_a_plan_gets_entries_for_the_shapes_of_its_strips(tmp_path: Path, capsys
     assert main([*command, "--input", "1x3x2048x2048"]) == 1
 
 
-def test_what_the_command_says(tmp_path: Path) -> None:
+def test_output_of_the_command(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     assert show_tune(_request(tmp_path), console, as_json=False, benchmarker=ListBenchmarker()) == 0
     text = console.export_text()

@@ -37,12 +37,12 @@ def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
         (b"", ""),
     ],
 )
-def test_formats_are_told_by_the_first_bytes(content: bytes, name: str, tmp_path: Path) -> None:
+def test_formats_are_detected_by_the_first_bytes(content: bytes, name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     assert name in file_format(tmp_path / "file") and bool(name) == bool(file_format(tmp_path / "file"))
 
 
-def test_a_terminal_obeys_no_name_of_a_file() -> None:
+def test_control_characters_are_escaped() -> None:
     assert escape_control_characters("ä \x1b[2J\u202e\r\n\t\ud800") == "ä \\x1b[2J\\u202e\\r\n\t\\ud800"
 
 

@@ -116,7 +116,7 @@ def test_members_that_are_no_networks_are_not_called(folder: Path, member: str, 
     assert _log(folder) == ["import"]
 
 
-def test_a_function_that_returns_no_network_is_told(folder: Path) -> None:
+def test_a_function_that_returns_no_network_is_reported(folder: Path) -> None:
     with pytest.raises(InputError, match="returned an object of type int"):
         _name("sft_test_net:number", "sft_test_net").factory().make({})
 
@@ -153,7 +153,7 @@ def test_names_that_are_no_paths_of_modules(text: str) -> None:
         ("my-net", "give a module"),
     ],
 )
-def test_what_cannot_be_trusted(trust: str, message: str) -> None:
+def test_untrusted_paths_and_names_are_refused(trust: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         TrustedCode.of(trust)
 

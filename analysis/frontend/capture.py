@@ -24,9 +24,11 @@ from sft.analysis.frontend.autocast import contracted_letters
 from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, GuardValues
 from sft.analysis.frontend.class_labels import LabelShapes
 from sft.analysis.frontend.constants.expressions import tensor_attribute
+from sft.analysis.frontend.constants.kept_tensors import KeptTensors, ReturnsKept
 from sft.analysis.frontend.constants.tracking import ConstantRead, ConstantTracker, model_tensors
 from sft.analysis.frontend.diagnostics.export_errors import MIXED_DTYPES
 from sft.analysis.frontend.export import CHANNELS_LAST, export_model, memory_formats_of
+from sft.analysis.frontend.functionalize import FunctionalProgram
 from sft.analysis.frontend.graph_builder import build_graph, substitute_sizes, symbol_bounds, symbol_guards, tied_sizes
 from sft.analysis.frontend.module_state import (
     AttributeChanges,
@@ -47,7 +49,7 @@ from sft.analysis.frontend.trace_context import (
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.repeat_op import capture_repeats
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree, without_parametrization_cache
+from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree, storage_id, without_parametrization_cache
 
 __all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "is_in_program_layout", "outputs_channels_last", "tensor_attribute"]
 
@@ -73,6 +75,7 @@ class Capture:
         labels: shapes of the labels of losses, which are checked at each size.
         reads: values that `forward` read from tensors of the model; the capture holds while they are the same.
         written_inputs: positions of the inputs that `forward` writes to.
+        kept_losses: attributes to which `forward` sets a number with a gradient that no output depends on.
     """
 
     graph: Graph
@@ -87,6 +90,7 @@ class Capture:
     labels: tuple[LabelShapes, ...] = ()
     reads: tuple[ConstantRead, ...] = ()
     written_inputs: tuple[int, ...] = ()
+    kept_losses: tuple[str, ...] = ()
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """Return the symbols' values for input shapes; ``None`` where the capture does not hold for them."""
@@ -150,6 +154,25 @@ class Capture:
         return replace(self._with_sizes(symbol_map), shapes=tuple(shapes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """A capture by one trace, and state that `forward` changed in it.
+
+    Attributes:
+        capture: the capture.
+        module_changes: plain attributes of modules.
+        object_changes: plain attributes of other objects.
+        kept: tensors in attributes of modules.
+        read_storages: identities of the memory of the constants that the program or `forward` reads.
+    """
+
+    capture: Capture
+    module_changes: AttributeChanges
+    object_changes: ObjectChanges
+    kept: KeptTensors
+    read_storages: frozenset[int]
+
+
 def _solve_symbol(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
     """Solve ``a * symbol + b = size``; empty where the extent has no symbol or several, or the solution is not a positive integer."""
     if len(extent.free_symbols) != 1:
@@ -189,28 +212,59 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
 
-    def trace(guards: CallModeGuards) -> tuple[Capture, AttributeChanges, ObjectChanges]:
+    def trace(guards: CallModeGuards, *, any_size: bool = any_size, any_batch: bool = any_batch) -> _Trace:
         return _capture_once(model, shapes, dtypes, device, autocast, guards, any_size=any_size, any_batch=any_batch)
 
     call_guards = CallModeGuards(modes or CallModes())
     with without_autograd_debugging():
-        first, module_changes, object_changes = trace(call_guards)
+        traced = trace(call_guards)
         if call_guards.needs_call_inputs:
             call_guards = CallModeGuards(call_guards.modes, with_call_inputs=True)
-            first, module_changes, object_changes = trace(call_guards)
+            traced = trace(call_guards)
+    first, module_changes, object_changes = traced.capture, traced.module_changes, traced.object_changes
+    if traced.kept.values:
+        values, markers = traced.kept.with_markers()
+        with without_autograd_debugging(), override_attributes({**module_changes, **values}), override_objects(object_changes):
+            marked = trace(call_guards)
+        places = dict.fromkeys(place for storage, place in markers.items() if storage in marked.read_storages)
+        if places:
+            with without_autograd_debugging():
+                kept = _capture_once(ReturnsKept(model), shapes, dtypes, device, autocast, call_guards, any_size=False, any_batch=False)
+            places = {place: None for place in places if place in _varying_outputs(kept.capture)}
+        elif marked.capture.graph != first.graph and not module_changes and not object_changes:
+            places = dict.fromkeys(markers.values())
+        if places:
+            raise UnsupportedError([_KEPT_STATE_MESSAGE.format(place) for place in places])
     if not module_changes and not object_changes:
         return first
     with without_autograd_debugging(), override_attributes(module_changes), override_objects(object_changes):
-        second, *_ = trace(call_guards)
+        second = trace(call_guards).capture
     if second.graph != first.graph:
         raise UnsupportedError(_state_problems(model, module_changes, object_changes))
     if not object_changes and all(is_hook_registry(name) for _, name in module_changes):
         # Only hooks were taken back: a flag that cannot be seen may keep `forward` from registering them again.
         with without_autograd_debugging():
-            third, *_ = trace(call_guards)
+            third = trace(call_guards).capture
         if third.graph != first.graph:
             raise UnsupportedError(_state_problems(model, module_changes, object_changes))
     return first
+
+
+_KEPT_STATE_MESSAGE = (
+    "{}: `forward` keeps a tensor in this attribute, and its next call depends on it; a compiled model takes all calls for the same. "
+    "Register it as a buffer of one shape (register_buffer), or make it an input and an output"
+)
+
+
+def _varying_outputs(capture: Capture) -> frozenset[str]:
+    """Names of the outputs, a dictionary of lists, that depend on inputs or random numbers."""
+    varying: set[str] = set()
+    for node in capture.graph.nodes:
+        reads_values = not node.target.startswith("aten.new_") and "_like." not in node.target
+        if node.kind == "input" or node.effect == "draws" or (reads_values and not varying.isdisjoint(node.operands)):
+            varying.add(node.name)
+    outputs = pytree.tree_unflatten(list(capture.graph.outputs), capture.out_spec)
+    return frozenset(place for place, names in outputs.items() if not varying.isdisjoint(names))
 
 
 def _state_problems(model: nn.Module, module_changes: AttributeChanges, object_changes: ObjectChanges) -> list[str]:
@@ -241,8 +295,8 @@ def _capture_once(
     *,
     any_size: bool,
     any_batch: bool,
-) -> tuple[Capture, AttributeChanges, ObjectChanges]:
-    """A capture, and the plain attributes that `forward` sets, of its modules and of other objects; all are restored."""
+) -> _Trace:
+    """A capture, and the attributes that `forward` sets, of its modules and of other objects; all are restored."""
     # The caller may be in inference mode, under autocast with a cache of casts, or in a cache of parametrized tensors.
     with (
         torch.inference_mode(False),
@@ -266,8 +320,9 @@ def _capture_once(
         raise UnsupportedError([f"{node.label}: {MIXED_DTYPES}" for node in mixed])
     ties = tied_sizes(graph, shapes)
     graph = substitute_sizes(graph, ties)
-    return (
-        Capture(
+    kept = functional.kept or KeptTensors()
+    return _Trace(
+        capture=Capture(
             graph=graph,
             out_spec=program.call_spec.out_spec,
             bounds=tuple((size.xreplace(ties), low, high) for size, low, high in symbol_bounds(program)),
@@ -282,10 +337,23 @@ def _capture_once(
             labels=LabelShapes.of(graph),
             reads=functional.reads,
             written_inputs=_written_inputs(program),
+            kept_losses=kept.losses,
         ),
-        module_changes,
-        object_changes,
+        module_changes=module_changes,
+        object_changes=object_changes,
+        kept=kept,
+        read_storages=_read_storages(functional),
     )
+
+
+def _read_storages(functional: FunctionalProgram) -> frozenset[int]:
+    """Identities of the memory of constants that operators, outputs, or `forward` itself read."""
+    program = functional.program
+    names = program.graph_signature.inputs_to_lifted_tensor_constants
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    tensors = [program.constants[target] for name, target in names.items() if name in used]
+    tensors += [leaf.tensor for read in functional.reads for leaf in read.expression.leaves if leaf.tensor is not None]
+    return frozenset(storage_id(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:

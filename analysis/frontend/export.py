@@ -26,6 +26,7 @@ from sft.analysis.frontend.aliasing.overlapping_writes import (
 )
 from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
+from sft.analysis.frontend.constants.kept_tensors import watch_kept_tensors
 from sft.analysis.frontend.constants.tracking import ConstantTracker, model_tensors
 from sft.analysis.frontend.diagnostics.export_errors import refusal_of, refuse_reads_of_updated_buffers, refuse_tensor_to_number
 from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_error
@@ -206,6 +207,7 @@ class _Exporter:
             stack.enter_context(use_unsharded_parameters(model, mode))
             self.tracker = ConstantTracker(model, model_tensors(model), is_any_size=dynamic is not None)
             unregistered = stack.enter_context(track_grad_modes(model, self._guards, self.tracker))
+            kept = stack.enter_context(watch_kept_tensors(model, self.tracker))
             stack.enter_context(autocast_composites(device))
             stack.enter_context(apply_patches(*patches))
             exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
@@ -219,7 +221,7 @@ class _Exporter:
             functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
         refuse_reads_of_updated_buffers(model, self.tracker.reads, functional.updates.values())
         refuse_writes_to_shared_buffers(model, functional.program, functional.updates.values())
-        return replace(functional, unregistered=tuple(unregistered), reads=tuple(self.tracker.reads))
+        return replace(functional, unregistered=tuple(unregistered), reads=tuple(self.tracker.reads), kept=next(iter(kept), None))
 
     def raise_error_of_model(self, error: Exception) -> None:
         """Raise the error of the eager model on these inputs, if it has one; ``error`` is that of the exporter."""

@@ -1,15 +1,13 @@
 """Functionalization of exported programs: in-place operators become operators that return new values.
 
-``torch.export`` returns the calls of ``forward``, in-place forms included. ``ExportedProgram.run_decompositions({})`` removes these by
-tracing the program twice more, which takes 0.74 to 0.87 of the time of capturing our example models (`benchmarks/capture.py`).
+``torch.export`` returns the calls of ``forward``, in-place forms included. ``run_decompositions({})`` removes these by tracing the program
+twice more, which takes 0.74 to 0.87 of the time of capturing our example models (`benchmarks/capture.py`).
 
 Most networks write in simple ways: an activation in place on a value with no other reader, the statistics of a norm. Such programs are
 *rewritten* directly, by one rule: after a write, the written name means the new value. The rule is sound while no alias of the written
-memory is read after the write; aliases follow from the operators' schemas. Other programs (with a view that is read after a write to its
-base, inner graphs, or operators unknown to this module) are *decomposed* by the exporter, with the same graph as result.
-
-Under autocast, decomposition inserts casts of operands. For rewriting they come from :mod:`sft.analysis.frontend.autocast`. Composite
-operators with such casts inside (a recurrent cell) become their operators first.
+memory is read after the write; aliases follow from the operators' schemas. Other programs (a view that is read after a write to its base,
+inner graphs, others) are *decomposed* by the exporter, to the same graph. Under autocast, decomposition inserts casts of operands;
+for rewriting they come from :mod:`sft.analysis.frontend.autocast`. Composite operators with casts inside are decomposed before.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.frontend.autocast import AutocastPolicy, OperandCast, replace_tensor_operands, tensor_operands
+from sft.analysis.frontend.constants.kept_tensors import KeptTensors
 from sft.analysis.frontend.constants.tracking import ConstantRead
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor
 from sft.common.errors import UnsupportedError
@@ -47,6 +46,7 @@ class FunctionalProgram:
         updates: buffers that are updated at the end of a call, by the name of their new value.
         unregistered: tensors that `forward` reads and that require a gradient without being parameters.
         reads: values that `forward` reads from tensors of the model.
+        kept: tensors that `forward` leaves in attributes.
     """
 
     program: ExportedProgram
@@ -55,6 +55,7 @@ class FunctionalProgram:
     updates: Mapping[str, str]
     unregistered: tuple[UnregisteredTensor, ...] = ()
     reads: tuple[ConstantRead, ...] = ()
+    kept: KeptTensors | None = None
 
 
 def functionalize(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:
@@ -432,8 +433,7 @@ def _reshaping_view(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
 
 def _keeps_dtype(node: fx.Node) -> bool:
     """Return true where the in-place form and the functional form have the same dtype."""
-    dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
-    return len(dtypes) == 1
+    return len({operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}) == 1
 
 
 def _moved_order(rank: int, source: int, destination: int) -> list[int]:

@@ -27,7 +27,7 @@ from sft.common.callable_references import CallableReferences, function_of
 from sft.common.module_snapshot import MODULE_INTERNALS
 from sft.common.torch_internals import FakeTensor, FunctionalTensor
 
-__all__ = ["REGISTRIES", "preserve_model_state", "restore_container", "user_attributes"]
+__all__ = ["REGISTRIES", "is_user_object", "preserve_model_state", "restore_container", "user_attributes"]
 
 #: Attributes in which a module registers its tensors and submodules.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -112,7 +112,7 @@ class _ContainerState:
             namespace[name] = value
 
     def _add(self, value: Any, depth: int) -> None:
-        container = vars(value) if _is_user_object(value) else value.data if isinstance(value, _WEAK_CONTAINERS) else value
+        container = vars(value) if is_user_object(value) else value.data if isinstance(value, _WEAK_CONTAINERS) else value
         is_container = isinstance(container, dict) or type(container) in _COLLECTION_TYPES
         if not is_container or id(container) in self._snapshots or depth > _MAX_DEPTH or len(container) > _MAX_ITEMS:
             return
@@ -174,7 +174,7 @@ class _NamespaceState:
         return isinstance(item, RemovableHandle) or id(item) in self._modules or (type(item) is int and item in self._modules)
 
 
-def _is_user_object(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
     """Return true for an object of the user's with an attribute dictionary."""
     if isinstance(value, (torch.Tensor, type, types.ModuleType, types.FunctionType)) or type(getattr(value, "__dict__", None)) is not dict:
         return False

@@ -120,7 +120,8 @@ def _values_with_grad(model: nn.Module, signature: CallSignature, phases: Phased
     """Values that need a gradient.
 
     Raises:
-        UnsupportedError: one of them is an unregistered tensor, or an output that has a gradient only under ``enable_grad``.
+        UnsupportedError: one of them is an unregistered tensor, a loss that `forward` keeps in an attribute, or an output that has a
+            gradient only under ``enable_grad``.
     """
     if not signature.grad_enabled and not capture.enables_grad:
         return frozenset()
@@ -147,6 +148,8 @@ def _values_with_grad(model: nn.Module, signature: CallSignature, phases: Phased
         return frozenset()
     if unregistered:
         raise UnsupportedError([_UNREGISTERED_MESSAGE.format(name) for name in unregistered])
+    if values and capture.kept_losses:
+        raise UnsupportedError([_KEPT_LOSS_MESSAGE.format(name) for name in capture.kept_losses])
     return frozenset(values)
 
 
@@ -161,6 +164,11 @@ def _unregistered_tensor(model: nn.Module, node: Node, capture: Capture) -> list
 _ENABLE_GRAD_MESSAGE = (
     "{}: `forward` switches gradients on (torch.enable_grad), so that in eager PyTorch its outputs have one although it is called without; "
     "call it outside of torch.no_grad, or leave the switch to the caller"
+)
+
+_KEPT_LOSS_MESSAGE = (
+    "{}: `forward` keeps a number with a gradient in this attribute, such as an auxiliary loss, and no output depends on it; a compiled "
+    "model sets no attributes. Return it: compile a module whose forward returns it with the output of this model"
 )
 
 _UNREGISTERED_MESSAGE = (

@@ -187,6 +187,14 @@ class ConstantTracker(TorchFunctionMode):
         with self:
             yield
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """True for a tensor of the trace that is known to be the same in each call with inputs of these sizes."""
+        try:
+            expression = self._expression(tensor)
+        except _UnknownError:
+            return False
+        return expression is None or evaluate(expression, self._originals.get) is not UNKNOWN
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS:

@@ -1,4 +1,4 @@
-"""Running ranks, started once a module."""
+"""Fixtures of running ranks, started once for each module."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels with norms over the image, linear upsampling to the skip's size, dropout at the bottom, and an image for an output."""
+    """Two levels with norms over the image, linear upsampling to the skip's size, dropout at the bottom, and an image as output."""
 
     def __init__(self, axes: int = 2) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Spread(nn.Module):
 
 
 class Small(nn.Module):
-    """A norm in training, a stride, an overlapping pool, dropout, an image and a vector for outputs."""
+    """A norm in training, a stride, an overlapping pool, dropout, an image and a vector as outputs."""
 
     def __init__(self, p: float = 0.2) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_two_bands_equal_eager(pair: Ranks, name: str) -> None:
 
 
 def _in_small_windows(rank: int) -> None:
-    """Gradients of parameters in many windows: the same bits each time, in any windows, and on both ranks."""
+    """Check that gradients of parameters in many windows have the same bits in each step, for any windows, and on both ranks."""
     mesh, x, found = mesh_of(1, 2), image(2, 3, 40, 16), []
     for window_bytes in (sums.WINDOW_BYTES, 512, 512):
         with patch.object(sums, "WINDOW_BYTES", window_bytes):
@@ -279,14 +279,14 @@ def test_resnet18_with_norms_in_training(pair: Ranks) -> None:
 
 @pytest.mark.parametrize(("num_replicas", "synchronized"), [(1, False), (2, False), (2, True), (4, False)])
 def test_every_split_of_four_ranks(four: Ranks, num_replicas: int, synchronized: bool) -> None:
-    # 21 rows, 11 behind the stem, 5 behind the pool: uneven bands, of which some own one row of the last image.
+    # 21 rows, 11 after the stem, 5 after the pool: uneven bands, some of which own one row of the last image.
     case = partial(check_bands, num_ranks=4, synchronized=synchronized)
-    # A joint batch in eager PyTorch draws other masks than its parts do.
+    # A joint batch in eager PyTorch draws other masks than separate batches.
     four.run(case, num_replicas, partial(Small, 0.0) if synchronized else Small, (1, 3, 21, 9), sft.Options(tile=(2, None)))
 
 
 def test_bands_that_own_no_row_of_small_images(four: Ranks) -> None:
-    # 9 rows become 5, 2 and 1: three of four bands own nothing of the last one, and wait.
+    # 9 rows become 5, 2 and 1: three of four bands own no row of the last image, and wait.
     four.run(partial(check_bands, num_ranks=4, steps=1), 1, Deep, (2, 3, 9, 8), sft.Options(tile=(2, None)))
 
 
@@ -299,7 +299,7 @@ def _automatic_budget(rank: int, free_gib: tuple[float, ...]) -> tuple[int, str,
 
 
 def test_ranks_agree_on_an_automatic_budget(pair: Ranks) -> None:
-    """The least that one of them has, so that all of them make the same plan."""
+    """The smallest free memory of all ranks counts, so that all of them make the same plan."""
     found = pair.run(_automatic_budget, (12.5, 10.8))
     assert [budget for budget, _, _ in found] == [sft.parse_bytes("9.5GiB")] * 2
     assert found[0][1] == "budget auto: 9.50 GiB, the least of 2 ranks" and "of 10.80 GiB free" in found[1][1]

@@ -104,7 +104,7 @@ def _check(
             y = net(images[own])
             y.square().sum().backward()
             before = {name: buffer.clone() for name, buffer in eager.named_buffers()}
-            for number in (*(n for n in range(num_images) if n != own), own):  # of the running statistics only this rank's count
+            for number in (*(n for n in range(num_images) if n != own), own):  # only this rank's running statistics count
                 with torch.no_grad():
                     for name, buffer in eager.named_buffers():
                         buffer.copy_(before[name])
@@ -150,7 +150,7 @@ def test_replicas_or_bands_of_two_ranks(pair: Ranks, image_mesh: tuple[int, int]
 
 @pytest.mark.parametrize(("shard_mesh", "image_mesh"), [((4,), (2, 2)), ((2, 2), None)])
 def test_four_ranks(four: Ranks, shard_mesh: tuple[int, ...], image_mesh: tuple[int, int] | None) -> None:
-    # Two images of two bands each, with every weight in four parts; and two copies of every weight, in two parts each.
+    # Two images of two bands each, with every weight in four shards; and two copies of every weight, in two shards each.
     four.run(_check, _in_parts, shard_mesh, image_mesh, _adamw)
 
 
@@ -215,11 +215,11 @@ def _fails_and_goes_on(rank: int) -> None:
         y.square().sum().backward()
     assert all(p.grad is None for p in net.parameters())
     source.is_broken = False
-    eager(x)  # the failed call's forward did update the running statistics
+    eager(x)  # the failed call's forward has updated the running statistics
     _loss(net, x).backward()
     _loss(eager, x).backward()
     assert max(gradient_errors(_full(param_grads(net)), param_grads(eager)).values()) <= 1e-12
-    # Versions of FSDP that cannot start anew are not asked to.
+    # Not with versions of FSDP that cannot be reset.
     y = net(source)
     source.is_broken = True
     with pytest.MonkeyPatch.context() as patch:
@@ -231,7 +231,7 @@ def _fails_and_goes_on(rank: int) -> None:
 
 
 def _names_a_rank_that_does_not_come(rank: int) -> None:
-    """FSDP's gathering would wait for half an hour and not name the missing rank."""
+    """Check the error about a missing rank: FSDP's all-gather would wait for half an hour and not name it."""
     eager, model = seeded(Net), seeded(Net)
     _in_parts(model, mesh=_mesh((2,), ("outer",)))
     options = sft.Options(mesh_timeout_seconds=3)
@@ -240,7 +240,7 @@ def _names_a_rank_that_does_not_come(rank: int) -> None:
     net(x)
     if rank == 1:
         store.wait(["told"])
-    with pytest.raises(sft.RankError, match="rank 1 does not answer"):  # that one is told so when it comes after all
+    with pytest.raises(sft.RankError, match="rank 1 does not answer"):  # a late rank gets an error
         net(x)
     store.set("told", "1")
     eager(x)
@@ -337,7 +337,7 @@ def _how_to() -> dict[str, Any]:
 
 
 def _trained(rank: int, layout: str, folder: str, make_optimizer: Any, *, loads: bool, saves: bool, num_steps: int) -> dict[str, Tensor]:
-    """Weights after some steps, each on the mean of two images; all layouts compute the same."""
+    """Weights after some steps, each on the mean of two images; they are equal for all layouts."""
     model: Any = seeded(Net) if not loads else seeded(Net, seed=5)
     mesh, own = None, [0, 1]
     if layout == "parts":
@@ -348,7 +348,7 @@ def _trained(rank: int, layout: str, folder: str, make_optimizer: Any, *, loads:
         own = [rank] if layout == "replicas" else own
         if layout == "sharded bands":
             _whole(model, mesh=_mesh((2,), ("outer",)))
-    # Statistics are each image's own in eager PyTorch, too; frozen ones let all layouts compute the same.
+    # Statistics are those of one image in eager PyTorch, too; with frozen ones all layouts compute the same.
     net: Any = sft.compile(model.eval(), _SHAPE, budget="64MiB", options=_OPTIONS, mesh=mesh)
     optimizer = make_optimizer(net.parameters())
     if loads:
@@ -363,7 +363,7 @@ def _trained(rank: int, layout: str, folder: str, make_optimizer: Any, *, loads:
     return {name: value.detach().clone() for name, value in _full(net.state_dict()).items()}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is the point of loading alone
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the reason to load on one rank
 @pytest.mark.parametrize("make_optimizer", [_sgd, _adamw])
 def test_checkpoints_fit_other_numbers_of_ranks_and_layouts(pair: Ranks, tmp_path: Path, make_optimizer: Any) -> None:
     folders = {layout: str(tmp_path / layout) for layout in ("parts", "replicas")}

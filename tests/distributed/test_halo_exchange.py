@@ -87,7 +87,7 @@ _MESHES: dict[str, Callable[[], tuple[BandRegionBuilder, MeshShape]]] = {
 
 @pytest.mark.parametrize("name", _MESHES)
 def test_no_rank_waits_forever_and_all_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "WINDOW_BYTES", 256)  # so that gradients of small models take many windows
+    monkeypatch.setattr(sums, "WINDOW_BYTES", 256)  # so that gradients of small models need many windows
     bands, shape = _MESHES[name]()
     ranks = [(replica, band) for replica in range(shape.num_replicas) for band in range(shape.num_bands)]
     walked = [logged_step(bands, shape, *rank) for rank in ranks]
@@ -104,7 +104,7 @@ def test_no_rank_waits_forever_and_all_is_counted(name: str, monkeypatch: pytest
 
 
 def test_a_wrong_order_is_stuck() -> None:
-    # Both wait for what the other posts behind its wait; and, on a stream, two topics' worth of messages in crossed order.
+    # Each rank waits for a message that the other posts after its own wait; and, on a stream, messages of two topics in crossed order.
     def post(ticket: int, *messages: tuple[int, bool]) -> Event:
         return Event(("", 0), ticket, "rows", messages)
 
@@ -124,8 +124,8 @@ def test_when_messages_are_posted_and_waited_for() -> None:
     """Two segments, 12 rows, bands of 6 rows in strips of two."""
     bands = _bands(partial(_chain, 2), (1, 3, 12, 4), (0, 6, 12), cuts=(2,))
     assert [choice.nodes[-1] for choice in bands.choices[:2]] == ["relu", "adaptive_avg_pool2d"]
-    # Forward: the row that goes up is made by the first two strips, and read there by the last; that which goes down is waited for at once.
-    # Back the same the other way round. The last convolution's gradients are summed beside the first one's strips, whose own are left over.
+    # Forward: the first two strips compute the row that is sent up, and the last strip there reads it; the row sent down is needed at once.
+    # Backward in reverse. The last convolution's gradients are summed during the first one's strips; the first one's remain for the end.
     assert [_told(logged_step(bands, MeshShape(num_bands=2), 0, band).events) for band in range(2)] == [
         [
             "F0+ 0: receive rows (0)",
@@ -239,7 +239,7 @@ def test_level_bounds() -> None:
         assert all((stop - start) % multiple == 0 and stop > start for start, stop in pairwise(found[:-1]))
         after = [int(each) + price * (stop - start) for each, start, stop in zip(own, found, found[1:], strict=False)]
         assert max(after) <= max(costs)
-        # No unit of rows could be given to another band with less for the largest.
+        # No move of a unit of rows to another band makes the largest band smaller.
         most = max(after)
         for giver in range(num_bands):
             for taker in range(num_bands):

@@ -40,7 +40,7 @@ def _cases(draw: st.DrawFn) -> tuple[Dag, sft.Options, str]:
         batch_tile=draw(st.none() | st.integers(1, batch)),
     )
     sizes = [y.shape for y in pytree.tree_leaves(DagNet(dag)(torch.zeros(dag.shape, dtype=torch.float64)))]
-    # An image of a single pixel stays with its band, and a global value does not; by their shapes nobody can tell them apart.
+    # An image of a single pixel stays with its band, and a global value does not; their shapes are equal.
     is_plain = all(len(size) != len(dag.shape) or size[2:].numel() > 1 for size in sizes)
     return dag, options, draw(st.sampled_from(["device", "band"] if is_plain else ["device"]))
 
@@ -63,7 +63,7 @@ _ONE_ROW = Dag(
 @given(case=_cases())
 def test_any_dag_on_two_bands(pair: Ranks, case: tuple[Dag, sft.Options, str]) -> None:
     dag, options, output = case
-    assume(not pair.is_broken)  # without this a failure would be followed by others that say nothing
+    assume(not pair.is_broken)  # otherwise a failure would be followed by meaningless ones
     pair.run(_check_dag, dag, options, output)
 
 
@@ -85,7 +85,7 @@ def _reads_padding(rank: int, options: sft.Options) -> None:
 
 @pytest.mark.parametrize("tile", [None, (1, None)])
 def test_a_band_of_nothing_but_padding(pair: Ranks, tile: tuple[int, None] | None) -> None:
-    """Its rows depend on no row of the image: no strip ran, and they were uninitialized."""
+    """Regression: rows that depend on no row of the image were uninitialized, since no strip ran."""
     pair.run(_reads_padding, sft.Options(tile=tile))
 
 

@@ -38,5 +38,5 @@ def test_a_large_encoder_with_adapters() -> None:
     adapters = _content("bag-adapters")["adapters"]
     assert adapters["total_bytes"] <= adapters["budget_bytes"] == 2 * 2**30 and adapters["redundancy"] < 1.51
     assert adapters["num_tiles"] == 4096 and adapters["compared_tiles"] >= 128
-    assert adapters["metered_bytes"] <= adapters["projected_bytes"] + 16  # the values of the loss, which is not part of the model
+    assert adapters["metered_bytes"] <= adapters["projected_bytes"] + 16  # the values of the loss, which is outside of the model
     assert max(adapters["worst_error"], adapters["loss_error"]) < 1e-3

@@ -1,4 +1,4 @@
-"""Pages that are written from the code are up to date."""
+"""Generated pages are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guides: what they show runs, and where they point is there."""
+"""Blocks of the guides run, and their links have targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def _run(page: str, names: dict[str, Any]) -> int:
-    """Run the blocks of a page in order, commands of ours among them; returns how many there were."""
+    """Run the blocks of a page in order, including our commands; returns their number."""
     from sft.wsi.cli import main
 
     count = 0

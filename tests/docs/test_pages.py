@@ -31,7 +31,7 @@ def _pages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ScriptForks]:
-    """Processes that share the imports, which take longer than most pages."""
+    """Server of processes with shared imports, which take longer than most pages."""
     with ScriptForks() as server:
         yield server
 

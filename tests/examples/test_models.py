@@ -78,7 +78,7 @@ def test_frozen_norms_survive_train_and_copies() -> None:
 
 def test_freezing_changes_nothing_but_the_mode() -> None:
     model = resnet18(3, width=4)
-    model(torch.randn(2, 3, 64, 64))  # make the running statistics something else than 0 and 1
+    model(torch.randn(2, 3, 64, 64))  # running statistics other than 0 and 1
     image = torch.randn(1, 3, 50, 70)
     expected = copy.deepcopy(model).eval()(image)
     assert torch.equal(freeze_norm(model).train()(image), expected)

@@ -1,4 +1,4 @@
-"""The slides of the needle example: what decides is there at full resolution only; and the other two ways to train run."""
+"""The slides of the needle example: the deciding texture exists at full resolution only; the other two training methods run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_other_ways_to_train_predict_each_slide_that_is_not_for_training(tmp
 def test_the_script_trains_three_ways_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--slides", "8", "--size", "128", "--needle", "16", "--epochs", "1", "--patch", "64", "--baseline-lr", "1e-3", "--more", "2"]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options, "--out", str(tmp_path)])
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds to it
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script changes it
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(_MAIN), run_name="__main__")
     assert end.value.code == 0

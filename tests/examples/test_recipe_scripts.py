@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::monai"),
     pytest.mark.filterwarnings("ignore:::ignite"),
     pytest.mark.filterwarnings("ignore:::transformers"),
-    pytest.mark.filterwarnings("ignore:::torch.utils.data"),  # pinned memory without a GPU, asked for by trainers
+    pytest.mark.filterwarnings("ignore:::torch.utils.data"),  # pinned memory without a GPU, requested by trainers
 ]
 
 
@@ -178,7 +178,7 @@ class _Levels(nn.Module):
 
 
 def _assert_same_outputs(detector: Any, plain: Any, shape: tuple[int, int], budget: str) -> Any:
-    """Outputs of the head of a detector as the recipe compiles it, and the names of its weights, are those of the plain detector."""
+    """Compare outputs of the recipe's compiled detector head, and names of its weights, with the plain detector."""
     names = list(detector.state_dict())
     net = _recipe("detection").at_native_resolution(detector, budget)
     assert list(detector.state_dict()) == names == list(plain.state_dict())
@@ -211,7 +211,7 @@ def test_a_detector_at_native_resolution(kind: str, budget: str) -> None:
     _libraries("torchvision")
     recipe = _recipe("detection")
     comparison = recipe.main(["--detector", kind, "--height", "512", "--width", "448", "--budget", budget])
-    # In float32 rounding switches single ReLUs, of which the gradients of one box are made.
+    # In float32 rounding switches single ReLUs, which change the gradients of one box.
     assert comparison.difference < 1e-2 and comparison.sft_bytes < comparison.plain_bytes
     torch.manual_seed(0)
     detector = recipe.make_detector(kind).double()
@@ -269,7 +269,7 @@ def test_the_networks_of_nnunet(kind: str) -> None:
 
 
 class _TwoOutputs(nn.Module):
-    """A network in the manner of nnU-Net's: scores at two resolutions, the finest first."""
+    """A network like nnU-Net's: scores at two resolutions, the finest first."""
 
     def __init__(self) -> None:
         super().__init__()

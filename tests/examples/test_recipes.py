@@ -1,4 +1,4 @@
-"""The recipes in `examples/recipes` train what they would train around the plain model, and the documentation shows them as they are."""
+"""The recipes in `examples/recipes` train as with the plain model, and the documentation shows their code."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_peft() -> None:
         model = AttentionBag(adapted(VisionTransformer(24, 3, 2, 4, 8), ("qkv", "project")), 24)
         net = _smallest(model, bags[0][0]) if is_compiled else model
         train(net, bags, num_epochs=2)
-        # A softmax does not depend on this bias: its gradient is rounding, which Adam brings to the size of other gradients.
+        # A softmax does not depend on this bias: its gradient is rounding error, which Adam scales to the size of other gradients.
         trained.append({name: value.clone() for name, value in model.state_dict().items() if name != "score.2.bias"})
         if is_compiled:
             plan = net.plan_for(bags[0][0])  # type: ignore[operator]

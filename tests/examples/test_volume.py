@@ -1,4 +1,4 @@
-"""The brain and its network: labels where they belong, gradients of plain PyTorch in strips, and the script from end to end."""
+"""The brain and its network: positions of labels, gradients of plain PyTorch in strips, and the complete script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_step_in_strips_has_the_gradients_of_plain_pytorch() -> None:
     torch.manual_seed(0)
     brain = load_brain(_EVERY)
     model = SegResNet(len(TISSUES), width=4, num_blocks=(1, 1, 1), num_groups=2).double()
-    with torch.no_grad():  # branches begin at zero, which would hide all that is in them
+    with torch.no_grad():  # branches begin at zero, which would hide errors inside
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     training = sft.nn.WithLoss(model, Loss(class_weights(brain.left).double()))
@@ -69,7 +69,7 @@ def test_the_script_trains_and_writes_its_page(tmp_path: Path, monkeypatch: pyte
     torch.save(start.state_dict(), tmp_path / "start.pt")
     options = ["--every", "12", "--steps", "2", "--width", "2", "--share", "3", "--lr", "0", "--start", str(tmp_path / "start.pt")]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options, "--out", str(tmp_path)])
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds to it
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script changes it
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(_MAIN), run_name="__main__")
     assert end.value.code == 0

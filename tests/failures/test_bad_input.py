@@ -1,4 +1,4 @@
-"""Wrong arguments, impossible budgets, models that cannot be captured, and backward passes that must not go through."""
+"""Wrong arguments, impossible budgets, models that cannot be captured, and invalid backward passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _compiled(model: nn.Module | None = None, rows: int = 4) -> nn.Module:
 
 
 def test_a_size_that_the_model_cannot_take_is_one_error_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A U-Net of two levels meets its skips at even sizes only; the exporter would log pages of it."""
+    """A U-Net of two levels needs even sizes for its skips; the exporter would log pages about it."""
     logged: list[str] = []
 
     def note(record: logging.LogRecord) -> None:
@@ -41,7 +41,7 @@ def test_a_size_that_the_model_cannot_take_is_one_error_and_nothing_else(monkeyp
             logged.append(record.getMessage())
 
     for name in (name for name in logging.root.manager.loggerDict if name.startswith("torch")):
-        for handler in logging.getLogger(name).handlers:  # torch's own, wherever they write to
+        for handler in logging.getLogger(name).handlers:  # torch's own logs
             monkeypatch.setattr(handler, "emit", note)
     with pytest.raises(sft.InputError, match=r"the model refuses an input of shape 1x3x15x12: Sizes of tensors must match"):
         sft.plan(seeded(TinyUNet), (1, 3, 15, 12))
@@ -167,7 +167,7 @@ def test_modules_that_cannot_be_looked_into(make: Callable[[], nn.Module], refus
     ],
 )
 def test_sizes_that_depend_on_values(select: Callable[[Tensor], Tensor], refusal: str) -> None:
-    """Also where only a result of known size is used: the error was one of the exporter."""
+    """Also if only a result of known size is used. Regression: the error was one of the exporter."""
 
     class Selecting(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_smallest_input_is_fine() -> None:
 
 
 def test_an_image_that_leaves_no_output() -> None:
-    """Smaller than the receptive field without padding: at compile, and at a call of what was compiled for a larger one."""
+    """Smaller than the receptive field without padding: at compile, and at a call of a model compiled for a larger one."""
     model = nn.Sequential(nn.Conv2d(3, 4, 5), nn.MaxPool2d(4), nn.Conv2d(4, 4, 5))
     with pytest.raises(sft.InputError):
         sft.compile(model, (1, 3, 12, 40))
@@ -219,7 +219,7 @@ def test_an_image_that_leaves_no_output() -> None:
 
 
 def test_skips_of_different_size() -> None:
-    """16 rows suit the U-Net, 18 do not: eager fails at the concatenation, and so do we, before any work is done."""
+    """The U-Net takes 16 rows and not 18: eager PyTorch fails at the concatenation, a compiled call before any work."""
     net = _compiled(seeded(TinyUNet))
     with pytest.raises(sft.InputError):
         net(image(1, 3, 18, 12))
@@ -281,7 +281,7 @@ def test_wrong_options(options: dict[str, Any]) -> None:
 
 
 def test_numbers_of_other_libraries() -> None:
-    """Whole numbers are taken whoever made them."""
+    """Integers of all types are accepted."""
     shape = tuple(np.int64(extent) for extent in _SHAPE)
     plan = sft.plan(_body(), _SHAPE, budget=10**9)
     budgets: list[Any] = [np.int64(10**9), np.float64(1e9), 1e9, "1e9", "1E3 MB", "0.001e3GB"]
@@ -298,10 +298,10 @@ def test_budget_too_small() -> None:
     needed = caught.value.needed_bytes
     assert needed > 40 * 1024
 
-    # The budget that the error names works, and keeps its promise.
+    # The budget of the error works, and is kept.
     net = sft.compile(copy.deepcopy(model), shape, budget=needed)
     assert_within_budget(net, image(*shape), budget=needed, input_grad=False)
-    # It is the smallest: 10 % less does not.
+    # It is the smallest one: 10 % less does not work.
     with pytest.raises(sft.BudgetError):
         sft.compile(copy.deepcopy(model), shape, budget=int(0.9 * needed))(image(*shape))
 
@@ -327,7 +327,7 @@ def test_the_smallest_budget_is_exact_and_smaller_than_the_largest() -> None:
 
 
 class _Undecided(nn.Module):
-    """Its control flow depends on the data."""
+    """Model with control flow that depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class _NoGradInside(nn.Module):
 
 
 class _Detached(nn.Module):
-    """The same by ``detach``."""
+    """A gate without a gradient, by ``detach``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.mean((2, 3), keepdim=True).detach()
@@ -398,13 +398,13 @@ class _Detached(nn.Module):
 
 @pytest.mark.parametrize("gate", [_NoGradInside, _Detached])
 def test_a_gate_without_a_gradient(gate: type[nn.Module]) -> None:
-    """Capture forgets grad modes; a gradient where eager has none would be silently wrong."""
+    """Captures drop grad modes; a gradient where eager PyTorch has none would be silently wrong."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), gate()).double()
     assert_exact(net, image(*_SHAPE), options=sft.Options(tile=(5, None)))
 
 
 class _PooledToo(nn.Module):
-    """Returns a global value and a map that later phases and it itself read."""
+    """Model that returns a global value and a map that are also read in later phases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class _PooledToo(nn.Module):
 
 @pytest.mark.parametrize("wanted", [(0,), (0, 1), (0, 2), (0, 1, 2)])
 def test_gradients_of_outputs_that_are_read_inside_too(wanted: tuple[int, ...]) -> None:
-    """They are added to inside: in a copy, for they are the caller's; and some outputs have none."""
+    """Gradients are accumulated in a copy, since they are the caller's; some outputs have none."""
     model, x = seeded(_PooledToo), image(2, 3, 20, 16)
     net = sft.compile(copy.deepcopy(model), tuple(x.shape), options=sft.Options(tile=(6, None)))
     theirs, ours = model(x), net(x)
@@ -471,7 +471,7 @@ def test_input_changed_between_forward_and_backward() -> None:
 
 
 class _OutOfMemory(TorchDispatchMode):
-    """Lets ``num_allowed`` convolution calls through and fails at the next."""
+    """Mode that allows ``num_allowed`` convolution calls and fails at the next."""
 
     def __init__(self, num_allowed: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -509,7 +509,7 @@ def test_failing_backward_leaves_grad_untouched() -> None:
         with pytest.raises(RuntimeError, match=r"an earlier backward pass of this call failed.*call the model again"):
             loss.backward()
 
-    # And nothing is left behind that would spoil the next step.
+    # And the next step is correct.
     x.grad = None
     net.zero_grad(set_to_none=True)
     net(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Environments in which a step cannot run: the message is about them and not about the model."""
+"""Environments in which a step cannot run: the message names the environment and not the model."""
 
 from __future__ import annotations
 

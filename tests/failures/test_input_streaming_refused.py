@@ -1,4 +1,4 @@
-"""Inputs that are read strip by strip: what is refused, and what a failing read leaves behind (nothing)."""
+"""Inputs that are read strip by strip: refusals, and failing reads, which change no state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _net(model: nn.Module | None = None, rows: int = 4, **options: Any) -> Any:
 
 
 class _Picture:
-    """An image that is not a slide: nobody says how many channels it has."""
+    """An image that is no slide, without a number of channels."""
 
     height_px, width_px = 30, 20
 
@@ -149,7 +149,7 @@ def test_a_model_that_returns_its_input() -> None:
 
 
 class _Whole:
-    """A source of two batch elements that cannot be taken apart."""
+    """A source of two batch elements that cannot be split."""
 
     shape, dtype = (2, 3, 30, 20), torch.float64
 
@@ -158,7 +158,7 @@ class _Whole:
 
 
 def test_a_source_that_cannot_be_split() -> None:
-    """Its batch is walked as one; forcing anything else is refused before anything runs."""
+    """Its batch runs as one; any other batch tile is refused before execution."""
     model = seeded(Residual)
     net: Any = sft.compile(copy.deepcopy(model), (2, *_SHAPE[1:]), options=sft.Options(tile=(4, None)))
     torch.testing.assert_close(net(_Whole()), model(image(2, *_SHAPE[1:])))
@@ -207,7 +207,7 @@ def test_a_read_that_fails_in_the_backward_pass(row: int, options: dict[str, Any
     source.fails_at = None
     net.zero_grad(set_to_none=True)
     net(source, input_grad=target).sum().backward()
-    # The running statistics have moved, the gradients in training mode do not depend on them.
+    # The running statistics have changed, the gradients in training mode do not depend on them.
     assert all(torch.equal(gradients[name], p.grad) for name, p in net.named_parameters())
     assert np.array_equal(complete, target)
 
@@ -225,7 +225,7 @@ def test_a_damaged_slide(tmp_path: Path) -> None:
 
 
 class _Full(ArraySink):
-    """A sink whose disk is full when it is to write out."""
+    """A sink with a full disk."""
 
     def finish(self) -> None:
         raise sft.SourceError("cannot write: the disk is full")
@@ -241,7 +241,7 @@ def test_a_sink_that_fails_leaves_the_gradients() -> None:
 
 
 def test_an_operator_that_fails_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only reads fail: whatever ends a walk half-way ends the reading."""
+    """Any exception during a sweep ends the reader."""
     net = _net()
     machine: Any = import_module("sft.torch_runtime.machine")
     run = machine.TorchMachine.run

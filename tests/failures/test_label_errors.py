@@ -66,7 +66,7 @@ def _dice(prediction: Tensor, labels: Tensor) -> Tensor:
     ids=["cross entropy", "one-hot encoding", "gather"],
 )
 def test_labels_that_are_no_class(loss: Callable[[Tensor, Tensor], Tensor], refusal: str, tile: Any) -> None:
-    """As in eager PyTorch; a one-hot encoding would otherwise leave such pixels out without a word."""
+    """As in eager PyTorch; otherwise a one-hot encoding would ignore such pixels without an error."""
     labels = torch.zeros(1, 24, 20, dtype=torch.long)
     net = sft.compile(_training(loss), [_SHAPE, labels], options=None if tile is None else sft.Options(tile=tile))
     for value in (9, -1):

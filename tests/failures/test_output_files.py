@@ -1,4 +1,4 @@
-"""Outputs that are files: complete or not there, whatever fails, and refused where no file can be."""
+"""Outputs in files: complete or absent after any failure, and refused at impossible paths."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _nothing_but(folder: Path, *names: str) -> bool:
     return sorted(os.listdir(folder)) == sorted(names)
 
 
-# --- what works -------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9), SHAPE, (2, 3, 5, 6, 4)], ids=["signal", "image", "volume"])
@@ -116,7 +116,7 @@ def test_a_map_of_classes(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_works_on_rows(tmp_path: Path) -> None:
-    """The gradient is written by hand and handed in from a file, as the page on outputs shows."""
+    """The caller computes the gradient and passes it in a file, as on the page on outputs."""
     model, target = _body(), torch.from_numpy(np.random.default_rng(0).integers(0, 5, (2, 20, 14)))
     net = sft.compile(copy.deepcopy(model), SHAPE, output=tmp_path / "out.npy", options=TILED)
     y = net(image(*SHAPE))
@@ -150,11 +150,11 @@ def test_file_systems_that_cannot_preallocate(tmp_path: Path, monkeypatch: pytes
     assert np.array_equal(np.load(tmp_path / "out.npy"), y.detach().numpy())
 
 
-# --- what fails -------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------------------
 
 
 def _failing(folder: Path) -> tuple[Any, Watched, bytes]:
-    """A compiled model that has written a file, what it reads, and the file's content."""
+    """A compiled model that has written a file, its input, and the file's content."""
     source = Watched(image(*SHAPE))
     net = sft.compile(_body(), source, output=folder / "out.npy", options=TILED)
     net(source)
@@ -204,7 +204,7 @@ def test_a_name_that_is_taken_away(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_short_while_it_is_written(tmp_path: Path) -> None:
-    """Touching what is no longer there would kill the process."""
+    """An access beyond the end of the file would kill the process."""
     net, source, before = _failing(tmp_path)
 
     class Cutting(Watched):
@@ -218,7 +218,7 @@ def test_a_file_that_is_cut_short_while_it_is_written(tmp_path: Path) -> None:
     assert _nothing_but(tmp_path, "out.npy") and (tmp_path / "out.npy").read_bytes() == before
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A rank that raises, dies or hangs takes the others down, with an error that names it and the cause, and nothing is updated."""
+"""A rank that raises, dies or hangs stops all ranks, with an error that names it and the cause, and nothing is updated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _raises_in_forward(rank: int) -> str:
     with pytest.raises(sft.SftError) as caught:
         net(Slide(lambda count: rank == 2 and count == 2))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    # All ranks are still there: the next call works.
+    # All ranks are alive: the next call works.
     net(image(*_SHAPE)).sum().backward()
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -93,7 +93,7 @@ def _raises_in_backward(rank: int) -> str:
 
 
 def _raises_beside_messages(rank: int, method: str) -> str:
-    """Rank 1 fails between strips, with messages under way; the step is then taken again."""
+    """Case in which rank 1 fails between strips, with messages under way; then the step is repeated."""
     net, x = _net(), image(*_SHAPE)
     net(x).sum().backward()
     grads = {name: parameter.grad for name, parameter in net.named_parameters()}
@@ -170,14 +170,14 @@ def _hangs(rank: int, idle: int) -> str:
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks) -> None:
-    # The two that wait for each other name whom they wait for; one of them waits for the one that hangs.
+    # Two ranks wait for each other and name the rank that they wait for; one of them waits for the hanging one.
     answers = ranks.run(_hangs, 2)
     assert all(f"does not answer (it died, hangs, or lost its connection; limit {timedelta(seconds=5)})" in m for m in answers[:2]), answers
     assert any("rank 2 does not answer" in message for message in answers[:2]), answers
 
 
 def _leaves_out_a_backward_pass(rank: int) -> str:
-    """One rank's own loss raised, and its loop went on with the next step."""
+    """Case in which one rank's loss raises, and its loop continues with the next step."""
     net = _net(timeout_seconds=5.0)
     y = net(image(*_SHAPE))
     with pytest.raises(sft.RankError) as caught:
@@ -187,7 +187,7 @@ def _leaves_out_a_backward_pass(rank: int) -> str:
 
 
 def test_a_rank_that_begins_the_next_step_too_early(ranks: Ranks) -> None:
-    """It took rows of the others' backward pass for an answer, and the process aborted."""
+    """Regression: it used rows of the others' backward pass as a reply, and the process aborted."""
     messages = ranks.run(_leaves_out_a_backward_pass)
     assert all("does not answer" in message for message in messages), messages
 

@@ -1,4 +1,4 @@
-"""Models that work out an image's size in their own way, which agrees with the operators' at some sizes only."""
+"""Models with size formulas of their own, which agree with the operators' at some sizes only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Tokens(nn.Module):
 
 
 class _Involution(nn.Module):
-    """Kernels made of the pooled image, windows of the whole one (Li et al., CVPR 2021)."""
+    """Kernels computed from the pooled image, applied to windows of the full one (Li et al., CVPR 2021)."""
 
     def __init__(self) -> None:
         super().__init__()

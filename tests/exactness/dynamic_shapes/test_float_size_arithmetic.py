@@ -1,4 +1,4 @@
-"""Sizes that a model multiplies by a float: rounded as PyTorch rounds them, at every size that one capture serves."""
+"""Sizes that a model multiplies by a float are rounded as in PyTorch, at every size that one capture serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import image, seeded
 
 
 class _Scaled(nn.Module):
-    """An image of ``2 * n - 1`` rows, scaled as a whole: the flip is why."""
+    """An image of ``2 * n - 1`` rows, scaled on full tensors because of the flip."""
 
     def __init__(self, factor: float, mode: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Scaled(nn.Module):
 
 
 class _Resized(_Scaled):
-    """The same by arithmetic of its own."""
+    """Resizing to a size computed by the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.down(x))
@@ -48,7 +48,7 @@ def test_sizes_are_rounded_once(make: type[_Scaled], factor: float, mode: str) -
         ours, expected = net(x), model(x)
         assert ours.shape == expected.shape
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    if make is _Scaled:  # a number that Python's int has seen is one for the exporter
+    if make is _Scaled:  # a number converted by Python's int is a constant for the exporter
         assert len(net._sft_engine.plan_cache.captures) == 1
 
 
@@ -73,7 +73,7 @@ class _Cropped(nn.Module):
     ],
 )
 def test_what_python_computes_of_sizes(rows: Callable[[int], int], sizes: tuple[int, ...]) -> None:
-    """A capture of one size is not taken for the next, where the numbers that it was made for are others."""
+    """A capture is not used for a size with other numbers."""
     model = seeded(lambda: _Cropped(rows))
     net = sft.compile(model, (1, 1, sizes[0], 20))
     for height in sizes:

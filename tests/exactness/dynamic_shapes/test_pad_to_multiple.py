@@ -1,4 +1,4 @@
-"""Images padded to a multiple of something, as wrappers of U-Nets do, and cropped back: amounts that follow from sizes."""
+"""Images padded to a multiple, as in wrappers of U-Nets, and cropped back: amounts that depend on sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Multiple(nn.Module):
 def test_to_a_multiple(mode: str, both: bool) -> None:
     model = seeded(lambda: _Multiple(mode, both=both))
     net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(8, None)))
-    for size in ((22, 18), (24, 32), (17, 24)):  # to be padded, not to be padded, and along one axis
+    for size in ((22, 18), (24, 32), (17, 24)):  # padded, not padded, and padded along one axis
         x = image(1, 3, *size)
         for ours, theirs in zip(net(x), model(x), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -65,7 +65,7 @@ def test_to_a_least_size(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_capture_for_one_size_is_the_last_resort(mode: str) -> None:
-    """Amounts of circular padding decide what is computed before the first strip; all others follow the size."""
+    """Amounts of circular padding determine the values before the first strip; all others are functions of the size."""
     net: Any = sft.compile(seeded(lambda: _Multiple(mode, both=True)), (1, 3, 22, 18))
     net.plan_for(image(1, 3, 30, 18))
     assert len(net._sft_engine.plan_cache.captures) == (2 if mode == "circular" else 1)

@@ -1,4 +1,4 @@
-"""Models that relate one size of their inputs to another: a factor, an offset, a sum. One capture serves all sizes so related."""
+"""Models with relations between sizes of inputs: a factor, an offset, a sum. One capture serves all sizes with the relation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.models import image, seeded
 
 
 class _Related(nn.Module):
-    """Two images through a convolution each, and what to do with both."""
+    """Two images, each through a convolution, and a function of both."""
 
     def __init__(self, join: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], *, padding: int = 1) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _sum(x: Tensor, guide: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class _StereoPair(nn.Module):
-    """An image twice as wide as high is two side by side."""
+    """An image twice as wide as high, split into two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _StereoPair(nn.Module):
 
 
 _Sizes = tuple[tuple[int, int], ...]
-#: What joins two images, and the heights and widths of both: two that the model relates, and one that it does not, where it takes such.
+#: Function of two images, and heights and widths of both: two related pairs, and an unrelated one if the model accepts it.
 _CASES: dict[str, tuple[Callable[[], nn.Module], list[_Sizes]]] = {
     "scaled": (lambda: _Related(_scaled), [((24, 20), (12, 10)), ((40, 36), (20, 18))]),
     "asserted": (lambda: _Related(_asserted), [((24, 20), (12, 10)), ((16, 36), (8, 18))]),

@@ -1,4 +1,4 @@
-"""Fractional numbers that a model computes of sizes: they follow the size, are Python's, and cost the model no tiles."""
+"""Fractional numbers that a model computes from sizes follow the size, equal Python's, and do not prevent tiling."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_numbers_follow_the_size(name: str) -> None:
     assert_exact(model, image(1, 3, 20, 30))
     assert_exact(model, image(2, 3, 20, 30), options=sft.Options(tile=(5, 8)), steps=1)
     net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, 8)))
-    for size in ((20, 30), (24, 26), (35, 17)):  # of one capture
+    for size in ((20, 30), (24, 26), (35, 17)):  # from one capture
         x = image(1, 3, *size)
         torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
         assert name not in _IN_TILES or {segment.mode for segment in net.plan_for(x).segments} == {"tiled"}
@@ -69,7 +69,7 @@ def test_numbers_follow_the_size(name: str) -> None:
 def test_types_follow_from_numbers_as_in_eager(dtype: torch.dtype) -> None:
     class Labels(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = (x > 0).to(dtype) * (x.shape[-2] / 10)  # 2.0, which makes fractions of whole numbers
+            found: Tensor = (x > 0).to(dtype) * (x.shape[-2] / 10)  # 2.0, which makes integers floats
             return found
 
     x = image(1, 3, 20, 16).float()

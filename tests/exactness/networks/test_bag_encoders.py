@@ -1,4 +1,4 @@
-"""Bags of tiles with the encoders and heads that pathology uses, for any number of tiles and any chunk.
+"""Bags of tiles with encoders and heads of computational pathology, for any number of tiles and any chunk.
 
 EVA-02 and DINOv2 with registers are small copies of their blocks; encoders of timm run where it is installed (`make test-zoo`).
 """
@@ -105,7 +105,7 @@ class _ScaledBlock(nn.Module):
 
 
 class _Registers(VisionTransformer):
-    """DINOv2 with registers: tokens after the class token that no output reads, positions of the patches alone."""
+    """DINOv2 with registers: tokens after the class token without readers of their outputs, and positions of the patches alone."""
 
     def __init__(self) -> None:
         super().__init__(_WIDTH, 2, 1, 4, 8)
@@ -145,7 +145,7 @@ def _adapted() -> nn.Module:
 
 _SMALL_VIT: dict[str, Any] = {"embed_dim": _WIDTH, "depth": 2, "num_heads": 2}
 _SMALL_SWIN: dict[str, Any] = {"embed_dim": _WIDTH, "depths": (2, 1), "num_heads": (2, 2)}
-#: Encoders of timm in small: side of a tile, and arguments.
+#: Small encoders of timm: side of a tile, and arguments.
 _OF_TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_tiny_patch16_224": (32, {"img_size": 32, **_SMALL_VIT, "proj_drop_rate": 0.1}),
     "vit_small_patch14_reg4_dinov2": (28, {"img_size": 28, **_SMALL_VIT}),
@@ -182,7 +182,7 @@ _HEADS: dict[str, Callable[[int], nn.Module]] = {"gated": _GatedAttention, "top"
 
 
 def _assert_exact_in_chunks(encoder: nn.Module, head: str, num_tiles: int, taken: int, tile_px: int = 8, width: int = _WIDTH) -> None:
-    """Compare a bag in chunks of so many tiles with eager PyTorch."""
+    """Compare a bag in chunks of tiles with eager PyTorch."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         take_samples(monkeypatch, min(taken, num_tiles - 1))
         report = assert_exact(

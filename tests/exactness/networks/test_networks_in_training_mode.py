@@ -1,4 +1,4 @@
-"""The networks that people train, in training mode: norms over the image, gates, dropout, running statistics, over several steps."""
+"""Common networks in training mode over several steps: norms over the image, gates, dropout, running statistics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _DenseLayer(nn.Module):
 
 
 def densenet(depths: Sequence[int] = (3, 4, 5, 3), growth: int = 1, dropout: float = 0.2) -> PooledClassifier:
-    """DenseNet: blocks of so many layers, halved in between; DenseNet-121 (6, 12, 24, 16) runs in the zoo."""
+    """DenseNet with blocks of these numbers of layers, halved in between; DenseNet-121 (6, 12, 24, 16) runs in the zoo."""
     channels = 2 * growth
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     for block, depth in enumerate(depths):
@@ -62,7 +62,7 @@ def densenet(depths: Sequence[int] = (3, 4, 5, 3), growth: int = 1, dropout: flo
 
 
 def se_resnet18() -> PooledClassifier:
-    """ResNet-18 with a gate at the end of each block's body, and stochastic depth behind it."""
+    """ResNet-18 with a gate at the end of each block's body, followed by stochastic depth."""
     model = resnet18(3, width=2)
     for block in model.modules():
         if isinstance(block, BasicBlock):
@@ -107,7 +107,7 @@ _TILINGS = {
 }
 
 
-#: Deep ones take long; each of these has the other tiling, or another of its kind has this one.
+#: Slow deep networks, each with one tiling; the other one is tested with this or a similar network.
 _LONG = {("resnet50", "panels"), ("densenet", "strips"), ("resnet18", "panels"), ("unet_group_norm", "strips")}
 _CASES = [(name, tiling) for name in _MODELS for tiling in _TILINGS if (name, tiling) not in _LONG]
 

@@ -1,4 +1,4 @@
-"""Models whose inputs are not images (vectors, token ids): stages on whole tensors, as exact and as bounded as strips."""
+"""Models of vectors and token ids: stages on full tensors, exact and within budgets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOLERANCE = 1e-12
 
 
 class Block(nn.Module):
-    """A block of a decoder: causal attention and a network of two layers, each behind a layer norm and beside a skip."""
+    """A block of a decoder: causal attention and two linear layers, each after a layer norm and with a skip."""
 
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Token ids and labels ``[N, L]`` to a loss; with weights of tokens ``[N, L]`` in front, where a gradient may go."""
+    """Token ids and labels ``[N, L]`` to a loss; with weights of tokens ``[N, L]`` as first input, which may require grad."""
 
     def __init__(self, num_blocks: int = 3, vocabulary: int = 11, length: int = 12, width: int = 8) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class Gpt(nn.Module):
 
 
 class FromIds(Gpt):
-    """The same of ids alone, and all of the scores."""
+    """Token ids to scores."""
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # another signature on purpose
         return self.scores(ids)
 
 
 class Skips(nn.Module):
-    """A DAG: every layer adds what came half as deep, and all of it comes together at the end."""
+    """A DAG: every layer adds the value of half its depth, and all values are joined at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _given(x: Tensor) -> Tensor:
 
 
 def _budgets(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
-    """The smallest one of a step that also differentiates the first input, one in the middle, and that of plain PyTorch."""
+    """Smallest budget of a step that also differentiates the first input, a medium one, and that of plain PyTorch."""
     net: Any = sft.compile(model, list(inputs), budget="1GiB")
     most = net.plan_for(_given(inputs[0]), *inputs[1:]).total_bytes
     with pytest.raises(sft.BudgetError) as refused:
@@ -196,7 +196,7 @@ def test_a_repetition_follows_the_budget() -> None:
 
 
 def test_ids_alone_masks_and_other_sizes() -> None:
-    """Integers of rank 2 as the only input, whose extents vary; the masks do not depend on the budget."""
+    """Integers of rank 2 with varying extents as the only input; the masks do not depend on the budget."""
     model = seeded(FromIds)
     with remembered_captures():
         net: Any = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")

@@ -1,7 +1,7 @@
-"""What other exact-tiling libraries get wrong without saying so, each as a test of ours.
+"""Silent errors of other exact-tiling libraries, each as a test of ours.
 
-Named after what was wrong there: wrong gradients or outputs by 1 to 130 %, no error, no warning. What we do not support
-is refused by name instead.
+Each test has the name of the fault: gradients or outputs that were wrong by 1 to 130 %, without an error or a warning. Unsupported
+operators are refused by name here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_bias_gradient_is_there_at_all() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 8])
 def test_input_gradient_at_seams(rows: int) -> None:
-    """Each row of the input gradient on its own: one wrong row at a seam hides in a norm over the image."""
+    """Each row of the input gradient is compared alone: a norm over the image hides one wrong row at a seam."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 5, padding=2), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3, padding=1)))
     net = sft.compile(model, (1, 3, 24, 12), options=_strips(rows, 12))
     x_eager, x_ours = (image(1, 3, 24, 12).requires_grad_() for _ in range(2))
@@ -110,7 +110,7 @@ def test_several_outputs() -> None:
 
 
 def test_only_one_of_several_outputs_is_used() -> None:
-    """The gradient of an unused output is zero, or None: never what was left in a buffer."""
+    """The gradient of an unused output is zero, or None: never the earlier content of a buffer."""
     model = seeded(Branches)
     net = sft.compile(model, (1, 3, 19, 13), options=_strips(4, 13))
     found = []
@@ -144,7 +144,7 @@ def test_upsampling_looks_across_seams(name: str) -> None:
 
 
 def test_even_kernel_that_is_no_stride() -> None:
-    """DistConv wants whole multiples, ShardTensor a stride equal to an even kernel."""
+    """DistConv requires integer multiples, ShardTensor a stride equal to an even kernel."""
     model = seeded(lambda: Around(nn.Conv2d(4, 4, (4, 2), stride=(3, 1), padding=(2, 1), groups=2)))
     assert_exact(model, image(1, 3, 21, 13), options=_strips(4, 5), steps=1)
 
@@ -155,13 +155,13 @@ def test_odd_tiles_of_a_strided_network() -> None:
 
 
 def test_volumes() -> None:
-    """lightstream names Conv3d in a list, and does no more with it."""
+    """lightstream lists Conv3d, but does not support it."""
     model = seeded(lambda: chain(nn.Conv3d(2, 3, 3, padding=1), nn.MaxPool3d(3, 2, 1), nn.Conv3d(3, 2, (3, 1, 2), stride=2)))
     assert_exact(model, image(2, 2, 11, 7, 5), options=_strips(3, 4), steps=1)
 
 
 def test_running_statistics_move_once_a_step() -> None:
-    """SFT-AE drops weight, bias and statistics of a norm; one that sees tile after tile moves them as often."""
+    """SFT-AE drops weight, bias and statistics of a norm; a norm that runs once for each tile updates them as often."""
     model = seeded(lambda: Around(nn.BatchNorm2d(4))).train()
     net = sft.compile(copy.deepcopy(model), (1, 3, 16, 12), options=_strips(2, 5))
     x = image(1, 3, 16, 12)
@@ -183,7 +183,7 @@ def test_residual_network() -> None:
     ids=lambda layer: type(layer).__name__,
 )
 def test_norms_measure_the_whole_image(layer: nn.Module) -> None:
-    """lightstream (11-40 % off) and DistConv measure each tile or shard for itself."""
+    """lightstream (11-40 % off) and DistConv take the statistics of each tile or shard."""
     assert_exact(seeded(lambda: Around(copy.deepcopy(layer))).train(), image(2, 3, 33, 20), options=_strips(4, 20, 3), steps=3)
 
 
@@ -219,7 +219,7 @@ _PADDED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", _PADDED)
 def test_padding_is_that_of_the_image_and_not_of_a_strip(name: str) -> None:
-    """lightstream drops all modes but zeros, without a word (16 % off)."""
+    """lightstream drops all modes but zeros, without an error (16 % off)."""
     assert_exact(seeded(lambda: Around(_PADDED[name]())), image(1, 3, 16, 12), options=_strips(4, 7))
 
 
@@ -250,7 +250,7 @@ class _NoiseInTraining(nn.Module):
 
 
 def test_switched_to_training_after_compile() -> None:
-    """The plan made in eval mode is not used for a model that is now in training mode."""
+    """A plan of eval mode is not used for a model in training mode."""
     model = seeded(lambda: Around(_NoiseInTraining())).eval()
     net = sft.compile(model, (1, 3, 16, 12), options=_strips(4, 12))
     net(image(1, 3, 16, 12))

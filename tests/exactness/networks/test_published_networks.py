@@ -1,4 +1,4 @@
-"""The networks that people name: exact at random sizes, strip heights, state intervals, batch tiles and budgets."""
+"""Well-known networks are exact at random sizes, strip heights, state intervals, batch tiles and budgets."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_any_tiling_is_exact(name: str) -> None:
     check()
 
 
-#: Of what lies between the smallest budget and plain PyTorch's; searching takes long, so there is one for each.
+#: Shares between the smallest budget and plain PyTorch's; one for each network, since searches take long.
 _SHARES = {"vgg16": 0.0, "vgg16_bn": 0.3, "darknet19": 0.3, "resnet18": 0.0, "resnet50": 0.1, "unet": 0.0}
 
 
 @pytest.mark.parametrize(("name", "share"), _SHARES.items())
 def test_any_budget_is_exact_and_kept(name: str, share: float) -> None:
-    """From the smallest budget that works to what plain needs: the plan fits, and is exact."""
+    """From the smallest budget to plain PyTorch's memory: the plan fits, and is exact."""
     build, _, _ = _MODELS[name]
     model = seeded(build)
     shape = (1, 3, 160, 96)

@@ -41,11 +41,11 @@ class _ReturnsItsInput(nn.Module):
 @pytest.mark.parametrize("tile", [None, (4, None), (4, 9)], ids=str)
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_input_that_is_an_output_too(alone: bool, tile: tuple[int, int | None] | None) -> None:
-    """Its gradient is autograd's sum of two, or a copy of one: bytes that no segment makes."""
+    """Its gradient is autograd's sum of two, or a copy of one: bytes outside of all segments."""
     assert_exact(seeded(lambda: _ReturnsItsInput(alone=alone)), image(1, 3, 64, 32), options=sft.Options(tile=tile))
 
 
-#: A norm over an image that happens to be constant: a mean of one column, interpolated from one pixel of it.
+#: A norm over an image that is constant by chance: a mean of one column, interpolated from one pixel of it.
 _CONSTANT = Wild(
     shape=(1, 1, 19, 10),
     wishes=(
@@ -65,7 +65,7 @@ _CONSTANT = Wild(
 
 
 def test_what_is_nothing_but_rounding_is_told_apart() -> None:
-    """Eager PyTorch's own answer is 1e-14 there, and another one when a bias moves by its last bit."""
+    """Eager PyTorch's own result is 1e-14 there, and changes when a bias changes by its last bit."""
     x, options = _CONSTANT.image(), sft.Options(halo="carry", tile=(1, 10), batch_tile=1)
     with pytest.raises(InexactError):
         assert_exact(WildNet(_CONSTANT), x, options=options)
@@ -73,7 +73,7 @@ def test_what_is_nothing_but_rounding_is_told_apart() -> None:
     assert assert_wild_exact(_CONSTANT, options) is None
 
 
-#: A pool of the input that runs whole, beside a convolution in strips: the pool is the first to have a gradient for the input.
+#: A pool of the input that runs whole, and a convolution in strips: the pool is the first with a gradient of the input.
 _TWO_READERS = Wild(
     shape=(3, 4, 18, 15),
     wishes=(
@@ -87,5 +87,5 @@ _TWO_READERS = Wild(
 
 
 def test_the_gradient_of_an_input_is_not_copied_behind_the_projected_peak() -> None:
-    """It was laid out channels last, and autograd copied it when all other gradients were there."""
+    """Regression: it was channels last, and autograd copied it when all other gradients were allocated."""
     assert assert_wild_exact(_TWO_READERS, sft.Options(), budget=wild_budget(_TWO_READERS, sft.Options(), 0.0)) is not None

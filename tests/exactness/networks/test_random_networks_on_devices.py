@@ -16,7 +16,7 @@ _ROUNDS = [("cpu", 0, 4), *((pytest.param("cuda", number, 12, marks=_GPU)) for n
 
 @pytest.mark.parametrize(("device", "number", "num_networks"), _ROUNDS)
 def test_random_networks(device: str, number: int, num_networks: int) -> None:
-    """Of even rounds plans without strips, which run the operators on whole images."""
+    """Even rounds have plans without strips, which run the operators on full images."""
 
     def check(data: st.DataObject) -> None:
         wild = data.draw(wilds(max_wishes=5), label="network")

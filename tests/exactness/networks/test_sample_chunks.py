@@ -116,7 +116,7 @@ def test_chunks_equal_the_full_batch(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("name", "num_checkpoints"), [("vision_transformer", 1), ("tokens_first", 1), ("frozen", 3), ("group_norm", 2)])
 def test_checkpoints_within_a_chunk(name: str, num_checkpoints: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a run are recomputed one by one, from values between them: the same gradients, bytes and FLOPs as planned."""
+    """Stages of a run are recomputed one by one from checkpoints: the same gradients, bytes and FLOPs as planned."""
     torch.manual_seed(0)
     take_samples(monkeypatch, 2, num_checkpoints)
     report = assert_exact(_Pools(_ENCODERS[name]()), torch.randn(5, 3, 8, 8), to_the_byte=True, steps=1)

@@ -1,4 +1,4 @@
-"""Signals, images and volumes: one network for each, with everything that treats axes differently."""
+"""Signals, images and volumes: one network for each, with all operators that treat axes differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TILES: dict[str, dict[str, Any]] = {
 
 
 class _Net(nn.Module):
-    """Two scales that meet again, with the norms, poolings and layers of so many axes, and a classifier."""
+    """Two scales that are joined again, with norms, poolings and layers of one to three axes, and a classifier."""
 
     def __init__(self, num_axes: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_any_number_of_axes_is_exact(num_axes: int, how: str) -> None:
 
 
 def test_a_volume_needs_the_bytes_of_its_slabs() -> None:
-    """Depth is streamed: at a fixed slab the peak grows with what must be whole, the image and its gradient, and little else."""
+    """Depth is streamed: at a fixed slab the peak grows with the image and its gradient, which are complete, and little else."""
     model = nn.Sequential(nn.Conv3d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool3d(1))
     options = sft.Options(tile=(8, None))
     short, tall = (sft.plan(model, (1, 1, depth, 32, 32), budget="8GiB", options=options) for depth in (32, 256))

@@ -112,7 +112,7 @@ def test_any_chunk_of_any_tokens(
 
 @pytest.mark.parametrize("form", get_args(AttentionForm))
 def test_as_many_images_as_queries_keys_and_values(form: AttentionForm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dimension of three for queries, keys and values, in front of that of the images, is not theirs."""
+    """The leading dimension of three for queries, keys and values is not that of the images."""
     torch.manual_seed(0)
     take_windows(monkeypatch, 4, height=1)
     model = ImageTransformer(8, 2, 2, 4, (6, 5), form, dropout=0.2)

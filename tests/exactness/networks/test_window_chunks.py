@@ -116,7 +116,7 @@ def test_kinds_of_windows_and_several_images(name: str, num_images: int, monkeyp
 
 
 class _Reversed(nn.Module):
-    """Attention in blocks whose order is reversed afterwards."""
+    """Attention in blocks, followed by a reversal of their order."""
 
     def __init__(self) -> None:
         super().__init__()

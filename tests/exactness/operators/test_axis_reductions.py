@@ -1,4 +1,4 @@
-"""Reductions over some axes of the image: rows, columns or slices, which broadcast to the image again or leave the network."""
+"""Reductions over some axes of the image: rows, columns or slices, which broadcast to the image again or are outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PLANE: dict[str, _Function] = {
     "strip pooling": lambda x: x * (x.mean(3, keepdim=True) + x.mean(2, keepdim=True)).sigmoid(),
     "of a rounded image, with ties": lambda x: x * x.round().amax(3, keepdim=True),
 }
-#: Poolings with a window for each row stream as poolings do; the column that they make is read as a whole.
+#: Poolings with a window for each row stream as poolings do; the resulting column is read as a whole.
 _COLUMNS: dict[str, _Function] = {
     "pooled to a column": lambda x: x + F.avg_pool2d(x, (1, x.shape[3])),
     "coordinate attention": _coordinate_attention,
@@ -80,7 +80,7 @@ def test_volumes_stream(name: str) -> None:
 
 
 class _Projection(nn.Module):
-    """A volume to a plane, which two-dimensional layers continue."""
+    """Projection of a volume to a plane, followed by two-dimensional layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_sizes_other_than_the_captured_one() -> None:
 
 
 def test_the_reduced_volume_is_not_kept() -> None:
-    """The smallest plan needs a small part of the volume that is projected, in training as well."""
+    """The smallest plan needs a fraction of the projected volume's bytes, in training as well."""
     assert least_budget(_Projection(), (1, 1, 128, 128, 128)) < 4 * 128**3 * 4
 
 

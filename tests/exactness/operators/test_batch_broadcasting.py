@@ -1,4 +1,4 @@
-"""Images with different numbers of samples: one reference for all of a batch, or none of the other's business."""
+"""Images with different numbers of samples: one reference for all of a batch, or independent images."""
 
 from __future__ import annotations
 

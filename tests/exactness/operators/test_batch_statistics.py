@@ -1,4 +1,4 @@
-"""Norms that measure the image: statistics over batch and whole image, gradients through them, buffers once a step."""
+"""Norms with statistics over batch and full image: gradients through the statistics, and one update of buffers a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SqueezeExcite(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Every layer reads all before it, through a norm of its own (Huang et al., 2017)."""
+    """Every layer reads all earlier ones, through a norm of its own (Huang et al., 2017)."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_any_tiling_is_exact(name: str) -> None:
 
 
 def test_statistics_of_a_large_mean_keep_their_digits() -> None:
-    """E[x^2] - E[x]^2 in float32 would lose all digits of this variance."""
+    """E[x^2] - E[x]^2 in float32 loses all digits of this variance."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1))
     nn.init.ones_(model[0].weight)  # type: ignore[arg-type]
     x = 1000 + 0.1 * image(1, 1, 200, 64).float()
@@ -137,7 +137,7 @@ def test_eval_and_train_take_turns() -> None:
 
 @pytest.mark.parametrize("num_norms", [1, 2])
 def test_a_norm_is_a_barrier_that_the_budget_must_hold(num_norms: int) -> None:
-    """The input of a second norm stays for its statistics, that of the first is computed again; the error names a budget that works."""
+    """The input of the second norm is kept for its statistics, that of the first is recomputed; the error names a budget that works."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     if num_norms == 2:
         layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]

@@ -1,4 +1,4 @@
-"""Complex numbers inside of a model: derivatives are conjugated, and of a real operand the real part is taken."""
+"""Complex numbers inside of a model: derivatives are conjugated, and a real operand gets the real part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _assigned(a: Tensor, b: Tensor) -> Tensor:
-    """As Fourier neural operators write their low frequencies."""
+    """Low frequencies written as in Fourier neural operators."""
     out = torch.zeros_like(a)
     out[:, :, :3, 1:-1:2] = a[:, :, :3, 1:-1:2] * b[:, :, :3, 1:-1:2]
     out[:, :, 5] = b[:, :, 2]
@@ -50,7 +50,7 @@ class _Complex(nn.Module):
 
 @pytest.mark.parametrize("name", _FUNCTIONS)
 def test_gradients_through_complex_numbers(name: str) -> None:
-    """Of products, quotients and sums they were wrong by up to twice their size."""
+    """Regression: gradients of products, quotients and sums were wrong by up to twice their size."""
     model = seeded(lambda: _Complex(_FUNCTIONS[name]))
     assert_exact(model, image(*_SHAPE))
     assert_exact(model, image(*_SHAPE), options=sft.Options(tile=(4, 16)), steps=1)

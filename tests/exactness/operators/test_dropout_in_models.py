@@ -1,4 +1,4 @@
-"""Dropout inside compiled models: the masks of the positional reference, whatever the strips."""
+"""Dropout inside compiled models has the masks of the positional reference, for any strips."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_stochastic_depth_of_pixels_in_strips(is_list: bool, num_images: int) ->
 
 
 class _Late(nn.Module):
-    """Dropouts that are registered in another order than they run in, one of them twice."""
+    """Dropouts with another order of registration than of execution, one of them used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_what_has_no_positions_is_refused(model: nn.Module, words: str) -> None:
 
 
 def test_a_rank_three_gate_with_as_many_channels_as_samples_is_not_a_sample_each() -> None:
-    """[C, 1, 1] beside [N, C, H, W] belongs to channels even where C equals N."""
+    """[C, 1, 1] with [N, C, H, W] belongs to channels even if C equals N."""
 
     class Gate(nn.Module):
         def __init__(self) -> None:
@@ -272,7 +272,7 @@ def test_dropout_may_be_called_as_a_function(p: float) -> None:
 
 
 def test_a_default_device_of_the_callers_is_not_asked() -> None:
-    """A model is often made on the meta device, and planned where that is still the default."""
+    """Models are often made on the meta device, and planned while it is still the default."""
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 11), nn.Dropout(0.25)
@@ -282,7 +282,7 @@ def test_a_default_device_of_the_callers_is_not_asked() -> None:
 
 
 class _Attention(nn.Module):
-    """Attention of all pixels that drops some of its weights, of two heads for the queries."""
+    """Attention of all pixels with dropout of its weights, of two heads for the queries."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def test_torchs_transformer_layer_in_training() -> None:
 
 
 class _ChannelAttention(nn.Module):
-    """Channels that attend to channels: the scale of the scores is a function of the number of pixels."""
+    """Attention between channels: the scale of the scores is a function of the number of pixels."""
 
     def __init__(self, scale: float | None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Half precision beyond the usual layers: as accurate as eager PyTorch, by the rule of ``test_autocast``, on signals and volumes as well.
 
-Several operators share a network, so that their errors are compared behind one another, as in a model. No max pooling is among them: where
-two candidates round to the same number its gradient is a lottery.
+Several operators share a network, so that errors pass through further operators, as in a model. There is no max pooling: its gradient is
+arbitrary if two candidates round to the same number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Apply(nn.Module):
 
 
 class Last(nn.Module):
-    """A norm of channels that come last."""
+    """A norm of channels in the last dimension."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Gates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b, c, d, e, f = F.silu(self.first(x)).chunk(6, 1)
         parts = [
-            a * torch.sigmoid(a.amax((2, 3), keepdim=True)),  # shares the gradient among ties
+            a * torch.sigmoid(a.amax((2, 3), keepdim=True)),  # divides the gradient among ties
             b * torch.tanh(torch.linalg.vector_norm(b, dim=(2, 3), keepdim=True) / 30),
             c / (1 + c.var((2, 3), keepdim=True)),
             d * torch.sigmoid(torch.logsumexp(d, (2, 3), keepdim=True) - 7),
@@ -99,7 +99,7 @@ def _volume() -> nn.Module:
 
 
 def _overlapping() -> nn.Module:
-    """The mask of a ReLU depends on the sign of a sum of products, which rounding may change for single elements."""
+    """Overlapping windows. The mask of a ReLU depends on the sign of a sum of products, which rounding may change for single elements."""
     return chain(nn.ConvTranspose2d(3, 8, 4, 2, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
 
 
@@ -132,7 +132,7 @@ def _step(module: nn.Module, x: Tensor, gradient: Tensor, autocast: torch.dtype 
 def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, ...], precision: Precision) -> None:
     autocast, weights = precision
     eager = seeded(make).to(weights)
-    # The height is left open: one capture, at the first call, under its autocast.
+    # The height is dynamic: one capture, at the first call, under its autocast.
     net: Any = sft.compile(copy.deepcopy(eager), (*shape[:2], None, *shape[3:]), options=sft.Options(tile=(max(6, shape[2] // 4), None)))
     errors: tuple[dict[str, list[float]], ...] = ({}, {})
     for seed in range(_NUM_SEEDS):
@@ -155,7 +155,7 @@ def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, .
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_norms_in_evaluation_whose_statistics_are_half(dtype: torch.dtype, is_frozen: bool) -> None:
-    """Their derivative looks at the type of statistics that nobody has saved."""
+    """Their derivative reads the type of statistics that are not saved."""
     model = chain(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(dtype).eval()
     model[1].requires_grad_(not is_frozen)
     net = sft.compile(copy.deepcopy(model), (1, 3, 24, 20), options=sft.Options(tile=(8, None)))

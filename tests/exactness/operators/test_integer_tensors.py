@@ -1,4 +1,4 @@
-"""Whole numbers inside of a model: labels that a loss changes, images of bytes, bins. They have no gradients."""
+"""Integers inside of a model: labels that a loss changes, images of bytes, bins. They have no gradients."""
 
 from __future__ import annotations
 

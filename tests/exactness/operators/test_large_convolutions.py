@@ -1,4 +1,4 @@
-"""Weight gradients of large images on a CPU, which are divided into pieces of rows: as exact as in one call, in the projected memory."""
+"""Weight gradients of large images on a CPU are computed in pieces of rows: as exact as in one call, in the projected memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _WeightGradients(TorchDispatchMode):
-    """Counts calls of the convolution's backward that make a weight gradient."""
+    """Counter of calls of the convolution's backward that make a weight gradient."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Matrices of channels: decompositions and inverses on whole tensors, with the checks that they make of their operands."""
+"""Matrices of channels: decompositions and inverses on full tensors, with checks of their operands."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_inverted_weight() -> None:
 
 @pytest.mark.parametrize("name", ["inverse", "solution", "determinant", "square root", "of the transpose"])
 def test_a_weight_that_lies_in_memory_by_columns(name: str) -> None:
-    """`torch.linalg.qr` returns such; a derivative asks for it."""
+    """`torch.linalg.qr` returns such matrices, and a derivative requires them."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

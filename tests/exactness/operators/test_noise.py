@@ -1,4 +1,4 @@
-"""Noise inside compiled models: numbers by position, whatever the strips, of the distributions that torch draws."""
+"""Noise inside compiled models: numbers by position, for any strips, with the distributions of torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_noise_on_whole_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_randomized_leaky_relu_is_noise(inplace: bool) -> None:
-    """Its slopes are uniform numbers, those of the same operators by hand."""
+    """Its slopes are uniform numbers, equal to those of separate operators."""
 
     def by_hand(m: _Noisy, x: Tensor) -> Tensor:
         return x * torch.where(x <= 0, torch.empty_like(x).uniform_(0.1, 0.4), 1.0)
@@ -93,12 +93,12 @@ def test_noise_streams(name: str) -> None:
 
 
 def _block(y: Tensor, drawn: Tensor) -> Tensor:
-    """DropBlock (Ghiasi et al., 2018), given uniform numbers for each pixel."""
+    """DropBlock (Ghiasi et al., 2018) with uniform numbers for each pixel."""
     keep = 1 - F.max_pool2d((drawn < 0.05).to(y.dtype), 3, 1, 1)
     return y * keep * keep.numel() / keep.sum()
 
 
-#: Draws for an image without channels, and for the same with one.
+#: Draws for an image without channels, and for the same image with one.
 _WITHOUT_CHANNELS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "DropBlock": (lambda y: _block(y, torch.rand_like(y[:, 0])[:, None]), lambda y: _block(y, torch.rand_like(y[:, :1]))),
     "of a mean": (lambda y: y + torch.randn_like(y.mean(1)).unsqueeze(1), lambda y: y + torch.randn_like(y.mean(1, keepdim=True))),
@@ -215,7 +215,7 @@ def test_numbers_are_of_their_distribution(distribution: Distribution, dtype: to
         assert numbers.min() > 0
     else:
         assert numbers.min() < -3.5 < 3.5 < numbers.max()
-    # Neighbours along each axis, and the two numbers of one call, know nothing of each other.
+    # Neighbours along each axis, and the two numbers of one call, are uncorrelated.
     centred = (numbers - mean) / math.sqrt(variance)
     for axis in (1, 2, 3):
         length = centred.shape[axis] - 1

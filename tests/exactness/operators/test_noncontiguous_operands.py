@@ -1,6 +1,6 @@
-"""Operators that run whole, on values that do not lie in memory in the order of their dimensions, nor does the gradient.
+"""Untiled operators on noncontiguous values with noncontiguous gradients.
 
-Torch makes what some kernels read contiguous before it calls them, where that is necessary; where a kernel is traced it is not.
+Torch makes operands of some kernels contiguous before it calls them; traced kernels lack this copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Function(nn.Module):
 
 
 class _OutOfOrder(nn.Module):
-    """An operator whose operand is a transpose, as is the gradient that reaches it."""
+    """An operator with a transposed operand and a transposed gradient of its result."""
 
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _OutOfOrder(nn.Module):
         self.operator = operator
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.scale(x.flatten(2).flip(2).transpose(1, 2))  # what is flipped runs whole
+        tokens = self.scale(x.flatten(2).flip(2).transpose(1, 2))  # flipped values run whole
         found: Tensor = self.operator(tokens.transpose(1, 2))
         return found.transpose(1, 2).cos()
 
@@ -71,7 +71,7 @@ def test_operators_out_of_order(name: str) -> None:
 
 @pytest.mark.parametrize("options", [None, sft.Options(tile=(8, 24)), sft.Options(strategy="none")])
 def test_a_norm_of_positions_whose_gradient_is_transposed(options: sft.Options | None) -> None:
-    """The head of attention in diffusion models; gradients were of other channels'."""
+    """The head of attention in diffusion models. Regression: gradients were those of other channels."""
 
     class Head(nn.Module):
         def __init__(self) -> None:

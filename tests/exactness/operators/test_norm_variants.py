@@ -21,7 +21,7 @@ captures = one_capture_a_model("options")
 
 
 class _Rectified(nn.SyncBatchNorm):
-    """One whose forward is its own."""
+    """Norm with a forward of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.3, self.eps).relu()
@@ -141,7 +141,7 @@ class _ReadsItsStatistics(nn.Module):
 
 
 class _Normalized(nn.Module):
-    """A model that does something with the running statistics of its norm, after the norm."""
+    """A model that reads the running statistics of its norm after the norm."""
 
     def __init__(self, function: Callable[[nn.BatchNorm2d, Tensor, Tensor], object], momentum: float | None) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_lengths_of_weights(options: sft.Options, dim: int | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_lengths_of_weights_by_hooks() -> None:
-    """They cannot be copied, so there are two that are the same."""
+    """They cannot be copied, so two equal models are made."""
     eager, ours = (seeded(lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Conv2d(4, 2, 3))) for _ in range(2))
     weight = ours[0].weight
     net = sft.compile(ours, (2, 3, 12, 9), options=sft.Options(tile=(3, None)))
@@ -225,13 +225,13 @@ def test_lengths_of_weights_by_hooks() -> None:
 
 
 def test_pruned_weights() -> None:
-    """Their hooks, too, make a weight of a parameter and a buffer."""
+    """Their hooks compute a weight from a parameter and a buffer, too."""
 
     def pruned() -> nn.Sequential:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
         prune.l1_unstructured(model[0], "weight", 0.5)
         prune.l1_unstructured(model[2], "weight", 0.25)
-        prune.ln_structured(model[2], "weight", 1, n=1, dim=1)  # on top of the other
+        prune.ln_structured(model[2], "weight", 1, n=1, dim=1)  # in addition to the other
         prune.l1_unstructured(model[2], "bias", 1)
         return model
 
@@ -251,7 +251,7 @@ def test_pruned_weights() -> None:
 
 
 class _Unread(nn.Module):
-    """A norm whose output nobody uses: only its statistics move."""
+    """A norm with an unused output: only its statistics change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_several_norms_in_turn() -> None:
 
 
 def test_half_precision_is_normalized_wide() -> None:
-    """Squares of half-precision numbers leave their range."""
+    """Squares of half-precision numbers overflow."""
     layer = nn.Conv2d(3, 4, 1)
     model = nn.Sequential(layer, _Scaled()).to(torch.bfloat16)
     x = 100 * torch.randn(1, 3, 12, 9).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Functions of one pixel, or of one pixel of several values: each streams, and is what it is on the whole image."""
+"""Functions of one pixel, or of one pixel of several values: each streams, with the result on the full image."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_batch_or_an_image_repeated_runs_whole(repeats: tuple[int, ...]) -> No
 
 
 def _assigned(write: Callable[[Tensor, Tensor], object], *, last: bool = False) -> Callable[[Tensor], Tensor]:
-    """A copy of an image, with channels last or not, into which ``write`` puts something made of the image."""
+    """A copy of an image, channels last or not, into which ``write`` puts a function of the image."""
 
     def function(x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1) if last else x
@@ -111,13 +111,13 @@ def _swap(y: Tensor, x: Tensor) -> None:
 
 
 def _box(y: Tensor, x: Tensor) -> None:
-    """The box of a detector, where its raw numbers were."""
+    """The box of a detector, written over its raw numbers."""
     y[..., 0:2] = x[..., 0:2].sigmoid() * 2 - 0.5
     y[..., 3] = y[..., 3].exp()
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Halves of the channels put into zeros of the image's size, crosswise."""
+    """Halves of the channels written crosswise into zeros of the image's size."""
     y = x.new_zeros(x.shape)
     y[:, :2] = x[:, 2:] * 2
     y[:, 2:] = x[:, :2].tanh()
@@ -125,12 +125,12 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _shift(y: Tensor, x: Tensor) -> None:
-    """Channels shifted along the image (Yu et al. 2021), which is held with channels last."""
+    """Channels shifted along the image (Yu et al. 2021), which is channels last."""
     y[:, 1:, :, :1], y[:, :, 1:, 1:2] = x[:, :-1, :, :1], x[:, :, :-1, 1:2]
     y[:, :, 0] = x[:, :, 1]
 
 
-#: Of four channels; in order, or of their order.
+#: Functions of four channels that depend on their order, or compute it.
 _OF_CHANNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "sort": lambda x: x.sort(1, descending=True)[0] * torch.linspace(1, 2, 4, dtype=x.dtype).view(4, 1, 1),
     "sort, channels last": lambda x: x.permute(0, 2, 3, 1).sort(-1)[0].permute(0, 3, 1, 2),

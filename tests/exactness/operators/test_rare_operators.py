@@ -1,4 +1,4 @@
-"""Rare uses of operators, which a sweep over PyTorch's own samples of all of them found to be wrong or to end in errors of their own."""
+"""Rare uses of operators that were wrong or failed in a sweep over PyTorch's own samples of all operators."""
 
 from __future__ import annotations
 
@@ -103,20 +103,20 @@ class _LookedUp(nn.Module):
     ],
 )
 def test_embeddings_that_write_or_are_sparse_are_refused(options: dict[str, Any], message: str) -> None:
-    """The weight stayed as it was, and had no gradient."""
+    """Otherwise the weight would not change, and would have no gradient."""
     with pytest.raises(sft.UnsupportedError, match=message):
         sft.compile(seeded(lambda: _LookedUp(**options)), [(3, 3, 9, 9), torch.tensor([1, 2, 2])])
 
 
 def test_weights_that_are_made_and_written_into_are_refused() -> None:
-    """The gradient of what made them was lost."""
+    """Otherwise the gradient of their computation would be lost."""
     places = torch.tensor([[1, 2], [0, 3]])
     with pytest.raises(sft.UnsupportedError, match="max_norm writes into its weights"):
         sft.compile(seeded(lambda: _Odd(lambda x: F.embedding(places, x, max_norm=1.0))), (5, 5))
 
 
 class _Alike(nn.Module):
-    """Arguments that are equal and not the same."""
+    """Arguments that compare equal and differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Alike(nn.Module):
 
 @pytest.mark.parametrize("tile", [None, (4, None)])
 def test_arguments_that_are_equal_and_not_the_same(tile: tuple[int, int | None] | None) -> None:
-    """0.0 and -0.0, 1 and 1.0: what was remembered of the one was taken for the other."""
+    """0.0 and -0.0, 1 and 1.0. Regression: a cached result of one was used for the other."""
     model = _Alike().double()
     x, counts = image(2, 3, 10, 9), torch.arange(2 * 3 * 10 * 9).view(2, 3, 10, 9) % 5
     found, expected = sft.compile(model, [x.shape, counts], options=sft.Options(tile=tile))(x, counts), model(x, counts)
@@ -140,7 +140,7 @@ def test_arguments_that_are_equal_and_not_the_same(tile: tuple[int, int | None] 
 
 
 class _Bag(nn.Module):
-    """Channels scaled by a few words."""
+    """Channels scaled by an embedding bag of a few words."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -153,6 +153,6 @@ class _Bag(nn.Module):
 
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_bags_of_words_take_the_bytes_that_are_projected(mode: str) -> None:
-    """ATen keeps room for one more index than there are."""
+    """ATen allocates one more index."""
     words = torch.arange(10).view(2, 5) % 7
     assert_exact(seeded(lambda: _Bag(mode)), image(2, 3, 16, 12), words, options=sft.Options(tile=(5, None)), to_the_byte=True)

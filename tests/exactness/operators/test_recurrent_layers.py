@@ -1,4 +1,4 @@
-"""Recurrent layers behind a CNN: whole tensors, exact, counted to the byte; their own dropout is refused."""
+"""Recurrent layers after a CNN: full tensors, exact, with exact bytes; their own dropout is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import image, seeded
 
 
 class Reader(nn.Module):
-    """A text recogniser: columns of a convolution's result, one after the other, read by a recurrent layer."""
+    """A text recogniser: a recurrent layer over the columns of a convolution's result."""
 
     def __init__(self, layer: Callable[..., nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Reader(nn.Module):
 
 
 class Head(nn.Module):
-    """A recurrent layer over the positions of a pooled image; only its last output counts."""
+    """A recurrent layer over the positions of a pooled image; only its last output is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_a_recurrent_layer_is_exact(layer: Callable[..., nn.RNNBase], options: d
 
 
 def test_single_precision() -> None:
-    """The forward call of oneDNN's LSTM leaves the workspace of its derivative only in grad mode, so training does without that call."""
+    """oneDNN's LSTM makes the workspace of its derivative only in grad mode, so training does not use its forward call."""
     model = seeded(lambda: Reader(nn.LSTM, num_layers=2)).train().float()
     x = image(2, 1, 16, 8).float().requires_grad_()
     expected = torch.autograd.grad(model(x)[0].sum(), [x, *model.parameters()])
@@ -68,14 +68,14 @@ def test_single_precision() -> None:
 
 
 def test_behind_a_pooled_image() -> None:
-    """At any size: the layer takes as many steps."""
+    """At any size: the number of steps is that of positions."""
     net = sft.compile(seeded(Head), (1, 3, None, None), budget="1MiB")
     assert [tuple(net(image(1, 3, side, 24)).shape) for side in (20, 32)] == [(1, 2), (1, 2)]
     assert_exact(seeded(Head).train(), image(2, 3, 20, 24), options=sft.Options(tile=(4, None)), steps=1)
 
 
 def test_dropout_between_its_layers() -> None:
-    """Its masks are drawn in an order that strips and recomputation do not keep; without training there are none."""
+    """The order of its masks is not that of strips and recomputation; in eval mode there are none."""
     model = Reader(nn.LSTM, num_layers=2, dropout=0.5)
     with pytest.raises(sft.UnsupportedError, match=r"layer: lstm has no exact rule; .* set its dropout to 0") as refused:
         sft.compile(model.train(), (1, 1, 16, 12))

@@ -1,4 +1,4 @@
-"""Reductions over the image: each is exact however the image is cut, and none of them makes anything whole that is large."""
+"""Reductions over the image are exact for any tiling, and make no large untiled value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _axes(y: Tensor) -> tuple[int, ...]:
 
 
 def _last(y: Tensor) -> Tensor:
-    """Channels last."""
+    """The image with channels in the last dimension."""
     return y.movedim(1, -1)
 
 
@@ -70,7 +70,7 @@ def _var_mean(y: Tensor) -> Tensor:
     return (y - mean) / (1 + variance)
 
 
-#: Each makes something of the size of its argument, or of one pixel.
+#: Each has a result of the size of its argument, or of one pixel.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda y: y.sum(_axes(y), keepdim=True),
     "sum of everything": lambda y: y * y.sum(),
@@ -135,7 +135,7 @@ def test_any_tiling_is_exact(name: str) -> None:
 
 
 def test_the_place_of_the_largest_element_is_the_first() -> None:
-    """Panels are walked one after the other; the element that comes first in the image may lie in a later panel."""
+    """Panels run one after another; the first element of the image may be in a later panel."""
     x = torch.zeros(1, 1, 6, 6)
     x[0, 0, 1, 5] = x[0, 0, 3, 0] = x[0, 0, 1, 3] = 1.0
     model = _Places()
@@ -165,7 +165,7 @@ def test_infinite_elements() -> None:
 
 
 class _SpatialPyramid(nn.Module):
-    """Everything that a head pools, at once."""
+    """All poolings of a head in one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_several_in_one_walk(options: sft.Options) -> None:
 
 
 def test_a_softmax_of_what_has_overflowed_is_nan_everywhere() -> None:
-    """As ATen's is: who looks at the result sees it, wherever he looks."""
+    """As in ATen."""
 
     class Softmax(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

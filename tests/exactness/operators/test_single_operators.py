@@ -1,4 +1,4 @@
-"""Each operator alone, between two convolutions, at sizes and strips that divide by nothing."""
+"""Each operator alone, between two convolutions, at indivisible sizes and strips."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _Join(nn.Module):
 
 
 class _GlobalHead(nn.Module):
-    """A streamed mean, then a small tail that is run whole."""
+    """A streamed mean, then a small untiled tail."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Narrow images: those of one row or one column that broadcast to larger ones (coordinate attention, and what was written without
-`expand`), and those as small as the statistics of a norm."""
+"""Narrow images: one row or one column that broadcasts to larger images (coordinate attention, broadcasting without `expand`), and
+images as small as the statistics of a norm."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_narrow_volume() -> None:
     assert_exact(seeded(Volume), image(2, 2, 8, 7, 6), options=sft.Options(tile=(3, None)), steps=1)
 
 
-#: By number of axes: a pooling to a few pixels, what leaves as many as a norm has statistics, the norms.
+#: By number of axes: a pooling to a few pixels, a layer to as many pixels as a norm has statistics, the norms.
 _SMALL: dict[int, tuple[nn.Module, nn.Module, type[nn.Module]]] = {
     1: (nn.AdaptiveMaxPool1d(4), nn.Conv1d(3, 4, 3, 2, 1), nn.InstanceNorm1d),
     2: (nn.AdaptiveMaxPool2d((2, 4)), nn.Conv2d(3, 4, 3, 2, 1), nn.InstanceNorm2d),
@@ -105,7 +105,7 @@ def test_images_as_small_as_a_scale_and_a_shift(axes: int, options: sft.Options)
 
 
 def test_images_of_three_pixels_beside_moments() -> None:
-    """The moments of what is not an image are three numbers for each group."""
+    """The moments of a value that is no image are three numbers for each group."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

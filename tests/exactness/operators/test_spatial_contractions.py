@@ -1,4 +1,4 @@
-"""Matrix products over all pixels of an image, and of its pixels with what comes out: exact in strips, at eager's FLOPs."""
+"""Matrix products over all pixels of an image, and of its pixels with the results: exact in strips, at eager's FLOPs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_any_product_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> 
 
 
 def test_operands_that_are_there_at_different_strips() -> None:
-    """Rows of the one wait, carried, for those of the other."""
+    """Rows of one operand are carried until those of the other exist."""
     report = assert_exact(seeded(lambda: _Double(2)), image(2, 3, 14, 9), options=sft.Options(tile=(2, 5), state_every=3), steps=1)
     assert_tiled(report, "bmm")
 
@@ -172,7 +172,7 @@ class _DualAttention(nn.Module):
 
 
 def test_gram_matrices_of_some_samples_at_a_time() -> None:
-    """Runs of samples on full tensors, with the products over pixels inside: at a batch tile, and at the least budget."""
+    """Runs of samples on full tensors contain the products over pixels: with a batch tile, and at the smallest budget."""
     model, x = seeded(_DualAttention), image(3, 3, 8, 10)
     assert_exact(model, x, options=sft.Options(batch_tile=1), steps=1)
     needed = least_budget(model, [x.clone().requires_grad_()])
@@ -181,7 +181,7 @@ def test_gram_matrices_of_some_samples_at_a_time() -> None:
 
 
 class _Queries(nn.Module):
-    """Learned matrices for each sample, which no sample makes: expanded, repeated, a parameter with an entry for each."""
+    """Learned matrices for each sample: expanded, repeated, or a parameter with an entry for each."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def test_positions_of_tokens() -> None:
 
 
 class _Gated(nn.Module):
-    """Each sample's columns are weighed by what is in them, which is known once the whole image is."""
+    """Columns of each sample are weighted by a function of the full image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Coordinates(nn.Module):
 
 @pytest.mark.parametrize("grids", [_rows_and_columns, _mesh])
 def test_coordinates_as_channels(grids: Any) -> None:
-    """One capture for all sizes: the grids are made anew for each, and whole; the image is not."""
+    """One capture for all sizes: the untiled grids are computed for each size; the image streams."""
     model = seeded(lambda: _Coordinates(grids))
     report = assert_exact(model, image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["whole", "tiled"]
@@ -163,7 +163,7 @@ _PLANES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Stacked(nn.Module):
-    """A plane that is not an image in strips, and one that is, side by side in a new dimension."""
+    """A stack of an untiled plane and one in strips."""
 
     def __init__(self, plane: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ _CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _BesideConstant(nn.Module):
-    """A constant of the image's size, added and side by side: the first hidden state of a recurrent layer of convolutions."""
+    """A constant of the image's size, added and concatenated: the first hidden state of a recurrent layer of convolutions."""
 
     def __init__(self, constant: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_constant_of_the_image_s_size_is_never_whole(constant: str) -> None:
 
 
 class _BesideFew(nn.Module):
-    """A constant of a few numbers that has its type and place from an image."""
+    """A constant of a few numbers with the type and device of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class _BesideFew(nn.Module):
 
 
 def test_a_constant_needs_no_more_of_an_image_than_its_type() -> None:
-    """The image that it is asked of is not kept whole."""
+    """The image is not kept."""
     report = assert_exact(seeded(_BesideFew), image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["whole", "tiled"] and not report.plan.notes
     with torch.device("meta"):
@@ -252,7 +252,7 @@ def test_the_embedding_s_gradient_is_in_its_own_type_and_place() -> None:
 
 
 class _ShrunkToOnePixel(nn.Module):
-    """A gate that is made from an image of a single pixel and spread over the image again (GhostNetV2's attention on small images)."""
+    """A gate from an image of a single pixel that is broadcast over the image again (GhostNetV2's attention on small images)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Gradients of zeros: values that are overwritten, or cropped, as a whole.
+"""Gradients of zeros: values that are overwritten, or cropped, completely.
 
-Eager PyTorch gives what depends on the output a gradient, also where all of it is zero. An optimizer with momentum or weight decay moves a
-parameter with a gradient of zeros, and leaves one without a gradient.
+Eager PyTorch gives every parameter that the output depends on a gradient, also a gradient of zeros. An optimizer with momentum or weight
+decay changes a parameter with a gradient of zeros, and not one without a gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 class _Overwritten(nn.Module):
-    """The result of a convolution that another one overwrites."""
+    """The result of a convolution, overwritten by that of another one."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class Pooled(nn.Module):
-    """Adaptive pooling behind a convolution, and a layer behind it."""
+    """Adaptive pooling between a convolution and another layer."""
 
     def __init__(self, pool: nn.Module, axes: int) -> None:
         super().__init__()

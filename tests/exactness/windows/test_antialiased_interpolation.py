@@ -81,7 +81,7 @@ def test_any_antialiased_resampling_any_tiling(case: tuple[dict[str, Any], tuple
 
 
 class _Resized(AroundFunction):
-    """Resized between convolutions; the input, resized by itself, is added."""
+    """Resizing between convolutions; the resized input is added."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(lambda x: F.interpolate(x, antialias=True, **how), axes=2)
@@ -99,7 +99,7 @@ def test_it_streams(mode: str) -> None:
 
 
 def test_to_a_width_of_one_pixel_it_is_aten_s_own() -> None:
-    """There ATen repeats the first row on the CPU (2.13); at any other width the same capture streams."""
+    """ATen then repeats the first row on the CPU (2.13); at any other width the same capture streams."""
     model = seeded(lambda: _Resized({"mode": "bilinear", "scale_factor": 0.25}))
     for width, streams in ((7, False), (8, True)):
         report = assert_exact(model, image(1, 3, 24, width), options=sft.Options(tile=(4, None)), steps=1)

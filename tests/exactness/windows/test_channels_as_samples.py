@@ -66,7 +66,7 @@ def _twice(m: _Filtered, x: Tensor) -> Tensor:
 
 
 def _made(m: _Filtered, x: Tensor) -> Tensor:
-    """A filter that is made of the image."""
+    """A filter that is computed from the image."""
     n, c, h, w = x.shape
     return F.conv2d(x.reshape(n * c, 1, h, w), m.of_one[:1] * x.mean(), padding=1).view(n, c, h, w)
 
@@ -99,7 +99,7 @@ def test_signals_and_volumes(axes: int, convolve: Callable[..., Tensor]) -> None
 
 @pytest.mark.parametrize(("function", "per_pixel"), [(_blur, 4 * 9), (_groups, 4 * 9), (_twice, 8 * 9 + 12 * 2 * 9)])
 def test_no_multiplication_more_than_eager(function: Callable[[_Filtered, Tensor], Tensor], per_pixel: int) -> None:
-    """In the forward pass; torch counts the weight gradient of groups as if it were that of all pairs of channels."""
+    """In the forward pass; torch counts the weight gradient of groups as that of all pairs of channels."""
 
     def flops(function: Callable[[_Filtered, Tensor], Tensor]) -> int:
         with torch.no_grad():

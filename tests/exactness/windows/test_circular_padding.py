@@ -1,4 +1,4 @@
-"""Circular padding: rows that wrap round are a global value, columns a matter of the strip; exact at every tiling."""
+"""Circular padding: wrapped rows are a global value, wrapped columns are inside of a strip; exact at every tiling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVOLUTIONS: tuple[Callable[..., nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.
 
 
 class _Padded(nn.Module):
-    """Around a circular padding, and past it, cropped to size."""
+    """A circular padding between layers, with a cropped skip."""
 
     def __init__(self, amounts: tuple[int, ...]) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ def test_convolutions_that_wrap_round() -> None:
 
 
 def test_columns_alone_need_no_barrier() -> None:
-    """Wrapped round a cylinder (a panorama, a globe's longitudes): all layers in one walk, in full width."""
+    """On a cylinder (a panorama, a globe's longitudes) all layers are in one sweep, in full width."""
     model = seeded(lambda: chain(*(nn.Conv2d(c, 4, 3, padding=(0, 1), padding_mode="circular") for c in (3, 4, 4))))
     report = assert_exact(model, image(1, 3, 20, 9), options=sft.Options(tile=(4, None)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
 
 
 def test_a_strip_of_nothing_but_wrapped_rows() -> None:
-    """Strips of one row; three rows, all of which wrap round, some twice."""
+    """Strips of one row, of an image of three rows that all wrap around, some twice."""
     model = seeded(lambda: AroundFunction(lambda y: F.pad(y, (1, 0, 3, 2), mode="circular")[:, :, 3:-2, 1:], axes=2))
     assert_exact(model, image(2, 3, 3, 5), options=sft.Options(tile=(1, 2), state_every=2), steps=1)
 
@@ -106,7 +106,7 @@ def test_rolls_are_circular_paddings(name: str) -> None:
 
 
 def test_a_roll_of_a_smaller_image_than_the_captured_one() -> None:
-    """The shift exceeds the rows of the second image, which then are repeated."""
+    """The shift exceeds the number of rows of the second image."""
     model = seeded(lambda: AroundFunction(lambda x: x.roll((6, -6), (2, 3)), axes=2))
     net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(3, None)))
     for size in ((20, 18), (4, 5), (9, 7)):

@@ -1,4 +1,4 @@
-"""Convolutions whose weights a model makes of the images themselves: of each, or of all of the batch."""
+"""Convolutions with weights that a model computes from each image, or from all of the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Making(nn.Module):
 @pytest.mark.parametrize("num_batch", [2, 4])
 @pytest.mark.parametrize("name", _FUNCTIONS)
 def test_weights_made_of_images(name: str, num_batch: int) -> None:
-    """With four images there are as many as channels: which dimension is the batch cannot be told by its size."""
+    """With as many images as channels the size does not determine the batch dimension."""
     model = seeded(lambda: _Making(_FUNCTIONS[name]))
     assert_exact(model, image(num_batch, 3, 18, 14))
     assert_exact(model, image(num_batch, 3, 18, 14), options=sft.Options(tile=(5, None)), steps=1)

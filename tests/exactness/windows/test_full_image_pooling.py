@@ -1,4 +1,4 @@
-"""Single pixels made of a whole image by its size, ``F.avg_pool2d(x, x.shape[2:])``: what older networks have for a global pooling."""
+"""Pooling with a window of the image's size, ``F.avg_pool2d(x, x.shape[2:])``: global pooling in older networks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "interpolation": lambda x: F.interpolate(x, size=(1, 1), mode="bilinear"),
     "its middle": lambda x: F.interpolate(x, size=1),
 }
-#: Those that are sums over the image: no strip waits for all others.
+#: Poolings that are sums over the image: no strip waits for all others.
 _STREAMED = ("mean", "mean, any stride", "mean of channels last", "largest")
 
 

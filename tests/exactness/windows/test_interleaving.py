@@ -1,4 +1,4 @@
-"""Rows that are repeated, interleaved, and written with a step: pixel shuffles by hand, wavelets, unpooling by zeros."""
+"""Rows that are repeated, interleaved, and written with a step: manual pixel shuffles, wavelets, unpooling with zeros."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_other_sizes_than_the_captured_one(name: str) -> None:
 
 
 def test_the_other_rows_are_selected() -> None:
-    """NaN in rows that are overwritten does not reach those that are written, and the other way round."""
+    """NaN in overwritten rows does not reach the written ones, and vice versa."""
     model = nn.Sequential(nn.Identity(), _Written())
     x = image(1, 4, 13, 10)
     x[:, :, 5], x[:, :, 6] = torch.nan, torch.inf

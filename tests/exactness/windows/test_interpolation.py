@@ -47,7 +47,7 @@ class Resample:
 
 
 class Net(nn.Module):
-    """A convolution, a resampling, another convolution; the skip is resampled by itself and added."""
+    """A convolution, a resampling, another convolution; the resampled skip is added."""
 
     def __init__(self, how: Resample, axes: int, kernel: int, *, skip: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
     how = model.how
     report = assert_exact(model, x, options=options, steps=1)
     if how.mode == "area":
-        return  # fixed sizes are summed up as grids, few rows run whole
+        return  # fixed sizes are grids of sums, few rows run whole
     if tuple(how(x).shape) != tuple(x.shape):
         assert is_tiled(report.plan, "upsample"), report.plan
 
@@ -140,7 +140,7 @@ def test_powers_of_two_are_interpolated_by_aten(case: tuple[Net, Tensor, sft.Opt
 
 
 class UNet(nn.Module):
-    """Decoder stages that take the size of their skip, which odd sizes need."""
+    """Decoder stages with the size of their skip, as necessary at odd sizes."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def _span(interval: Interval) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("shape", "how"),
     [
-        ((1, 1, 54, 18), {"size": (38, 18)}),  # row 19 of 38 begins at 27 of 54, nearly: in double precision just below
+        ((1, 1, 54, 18), {"size": (38, 18)}),  # row 19 of 38 begins at 27 of 54; in double precision just below
         ((1, 1, 54, 18), {"size": (38, 100)}),
         ((1, 2, 54, 100), {"size": (38, 90)}),
         ((1, 2, 54, 100), {"size": (38, 91)}),
@@ -263,7 +263,7 @@ def _span(interval: Interval) -> tuple[int, int]:
     ids=str,
 )
 def test_nearest_pixels_are_those_that_aten_finds(shape: tuple[int, ...], how: dict[str, Any]) -> None:
-    """It has a loop in single precision for images whose rows and columns are 128 together, and one in the image's own for others."""
+    """ATen has a loop in single precision for images with rows plus columns of 128, and one in the image's precision for others."""
     model, x = nn.Sequential(nn.Upsample(**how), nn.Identity()), image(*shape)
     for tile in ((5, None), None):
         net = sft.compile(model, shape, options=sft.Options(tile=tile))
@@ -273,7 +273,7 @@ def test_nearest_pixels_are_those_that_aten_finds(shape: tuple[int, ...], how: d
 @pytest.mark.parametrize("factors", [(2.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
 @pytest.mark.parametrize("activation", [nn.ReLU(True), nn.LeakyReLU(0.1, True), nn.SiLU(True)])
 def test_a_tile_of_an_upsampled_image_is_activated_in_place(factors: tuple[float, float], activation: nn.Module) -> None:
-    """A tile has whole input rows of what is upsampled, and of what follows only what it needs: no buffer of the one is the other's."""
+    """A tile has complete input rows of upsampled values, and only the needed rows of later ones: they share no buffer."""
     model = nn.Sequential(
         *(nn.Conv2d(2, 2, (1, 5), (1, 2)), nn.Upsample(scale_factor=factors), activation, nn.Conv2d(2, 1, 1), nn.Conv2d(1, 3, (4, 2)))
     )

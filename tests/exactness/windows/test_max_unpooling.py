@@ -1,4 +1,4 @@
-"""Max pooling that says where its maxima were, and unpooling that puts values back there: exact in strips, ties included."""
+"""Max pooling with indices, and unpooling at these indices: exact in strips, ties included."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNPOOLS: tuple[Callable[..., nn.Module], ...] = (nn.MaxUnpool1d, nn.MaxUnpool2d
 
 
 class _Places(nn.Module):
-    """A pooling whose places are read, too; few different values, so that windows are full of ties."""
+    """A pooling with readers of its indices; few distinct values, so that windows have many ties."""
 
     def __init__(self, axes: int, **how: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_places_count_the_image_s_pixels(case: tuple[nn.Module, Tensor, sft.Opti
 
 @pytest.mark.parametrize("fill", [None, -torch.inf, torch.nan])
 def test_places_are_eager_s_to_the_bit(fill: float | None) -> None:
-    """Ties, windows of nothing but minus infinity, and the last of several that are not a number."""
+    """Ties, windows of minus infinity only, and the last of several NaNs."""
     x = image(2, 3, 13, 9).round()
     if fill is not None:
         x[:, :, :5, :4] = fill
@@ -72,7 +72,7 @@ def test_places_are_eager_s_to_the_bit(fill: float | None) -> None:
 
 
 class _SegNet(nn.Module):
-    """Encoder and decoder that share places (Badrinarayanan, Kendall, Cipolla 2017), at any size."""
+    """Encoder and decoder that share indices (Badrinarayanan, Kendall, Cipolla 2017), at any size."""
 
     def __init__(self, axes: int, kernels: tuple[Any, ...], *, norm: bool, ceil: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class _Pair(nn.Module):
 
 
 def test_to_another_width_than_was_pooled_it_runs_whole() -> None:
-    """There places count rows of another length: eager puts values elsewhere, or raises. An odd row too few does no harm."""
+    """Indices then count rows of another length: eager puts values elsewhere, or raises. One missing odd row has no effect."""
     model = seeded(lambda: _Pair({"kernel_size": 2}))
     options = sft.Options(tile=(4, None))
     report = assert_exact(model, image(1, 3, 13, 8), options=options, steps=1)

@@ -1,4 +1,4 @@
-"""Maxima of nothing but minus infinity, as of masked logarithms of probabilities: the first element has the gradient, never padding."""
+"""Maxima of minus infinity only, as of masked log probabilities: the first element gets the gradient, never padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADAPTIVE_POOLS = (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPoo
 
 
 def _masked(shape: tuple[int, ...], seed: int) -> Tensor:
-    """An image of which a sample is masked, and most pixels of the others."""
+    """An image with one sample masked, and most pixels of the others."""
     x = image(*shape, seed=seed)
     x[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.8] = -torch.inf
     x[0] = -torch.inf
@@ -66,7 +66,7 @@ def test_a_border_in_strips(tile: tuple[int, int | None]) -> None:
 
 @pytest.mark.parametrize("tile", [(3, None), (9, None)])
 def test_places_in_volumes(tile: tuple[int, int | None]) -> None:
-    """Beside channels last, where PyTorch's own operator forgets the slice."""
+    """Not channels last, where PyTorch's own operator ignores the slice."""
     pool = nn.MaxPool3d(3, 2, 1, return_indices=True)
     x = _masked((2, 2, 9, 7, 6), 0)
     ours, eager = sft.compile(pool, [x], options=sft.Options(tile=tile))(x), pool(x)
@@ -88,7 +88,7 @@ def test_the_largest_of_an_image(axes: int) -> None:
 
 
 def test_peaks_of_bands_merge() -> None:
-    """Those of a band without rows, of the first rows, and of others."""
+    """Peaks of a band without rows, of the first rows, and of others."""
     nothing = [-torch.inf, -torch.inf]
     for parts in ([nothing, [-torch.inf, 3.0], [-torch.inf, 7.0]], [[-torch.inf, 7.0], [-torch.inf, 3.0], nothing]):
         merged = merge_statistics("argmax", [torch.tensor([part], dtype=torch.float64) for part in parts])

@@ -1,4 +1,4 @@
-"""Pixels that become channels and back, by torch's operators and by hand: exact in strips."""
+"""Pixel shuffles and their inverses, by torch's operators and by reshapes: exact in strips."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TILES = {
 
 
 class _Grow(nn.Module):
-    """A pixel shuffle written by hand, with a factor for each axis."""
+    """A pixel shuffle by reshapes, with a factor for each axis."""
 
     def __init__(self, *factors: int, channels_first: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Grow(nn.Module):
 
 
 class _Shrink(nn.Module):
-    """Its inverse."""
+    """Inverse of :class:`_Grow`."""
 
     def __init__(self, *factors: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_shuffles(name: str, tiles: str) -> None:
 
 
 class _Focus(nn.Module):
-    """Down and up again beside a shortcut (a U-Net with shuffles instead of strides)."""
+    """Down and up again with a shortcut (a U-Net with shuffles instead of strides)."""
 
     def __init__(self, down: nn.Module, up: nn.Module, factor: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_down_and_up(factor: int, by_hand: bool, size: tuple[int, int], rows: in
 
 
 class _Pooled(nn.Module):
-    """Uses the values of a pooling that also says where they were."""
+    """Values of a pooling with indices."""
 
     def __init__(self, pool: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Single rows, columns and pixels of an image: read, computed with, and written."""
+"""Single rows, columns and pixels of an image: reads, functions of them, and writes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _plan(count: int, take: Callable[[Tensor, int], Tensor]) -> Plan:
     ids=["rows", "columns", "row"],
 )
 def test_gradients_of_slices_are_no_images(take: Callable[[Tensor, int], Tensor]) -> None:
-    """Each of 16 slices brings its own bytes, some for its result and gradient, and neither a copy nor a gradient of the image."""
+    """Each of 16 slices adds its own bytes, for its result and gradient, and neither a copy nor a gradient of the image."""
     slice_bytes, image_bytes = 4 * 32 * 8, 4 * 32 * 32 * 8
     grown = _plan(18, take).total_bytes - _plan(2, take).total_bytes
     assert 16 * slice_bytes < grown < 4 * image_bytes

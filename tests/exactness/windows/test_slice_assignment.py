@@ -116,7 +116,7 @@ def test_volumes_and_signals() -> None:
 
 
 def test_nan_and_infinity_stay_where_they_are() -> None:
-    """The padding around what is written is selected away, not multiplied by zero."""
+    """The padding around the written slice is masked by selection, not by a product with zero."""
     model = _Between(_FUNCTIONS["rows"]).double()
     model.before = nn.Identity()
     model.after = nn.Identity()
@@ -136,7 +136,7 @@ _SCATTERS: dict[str, _Function] = {
 
 @pytest.mark.parametrize("name", _SCATTERS)
 def test_an_assignment_to_a_view_takes_the_bytes_of_the_view(name: str) -> None:
-    """PyTorch's ``slice_scatter``, ``select_scatter`` and ``diagonal_scatter`` copy the storage of which their operand is a view."""
+    """PyTorch's ``slice_scatter``, ``select_scatter`` and ``diagonal_scatter`` copy the storage of their operand's base."""
     model, x = seeded(lambda: _Between(_SCATTERS[name])), image(2, 3, 13, 10)
     assert_exact(model, x, to_the_byte=True, steps=1)
     assert_exact(model, x, options=sft.Options(tile=(4, None)), steps=1)

@@ -1,4 +1,4 @@
-"""Transposed convolutions and their kin: exact in strips, panels and tiles, along one to three axes, and no product computed twice."""
+"""Transposed convolutions: exact in strips, panels and tiles, along one to three axes, without a redundant product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TILES = {
 
 
 class _Between(nn.Module):
-    """Layers between two convolutions, beside a shortcut where they keep the size."""
+    """Layers between two convolutions, with a shortcut if they keep the size."""
 
     def __init__(self, count: int, *layers: nn.Module, channels: int = 4, out_channels: int | None = None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Between(nn.Module):
 
 
 def _flops(model: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Of a training step, and of its forward pass alone, in plain PyTorch."""
+    """FLOPs of a training step, and of its forward pass alone, in plain PyTorch."""
     with FlopCounterMode(display=False) as forward:
         out = model(x.clone().requires_grad_())
     with FlopCounterMode(display=False) as backward:
@@ -104,7 +104,7 @@ def test_frozen(kernel: int, frozen: str) -> None:
 
 
 class _OutputSize(nn.Module):
-    """Goes down and up again to the very size it came from."""
+    """Down, and up again to the original size."""
 
     def __init__(self, kernel: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _OutputSize(nn.Module):
 
 @pytest.mark.parametrize("size", [(14, 10), (13, 9), (14, 9)])
 @pytest.mark.parametrize("tiles", _TILES)
-@pytest.mark.parametrize("kernel", [2, 3])  # whose rows do not overlap, and whose do
+@pytest.mark.parametrize("kernel", [2, 3])  # without and with overlapping rows
 def test_output_size_of_the_caller(kernel: int, tiles: str, size: tuple[int, int]) -> None:
     report = assert_exact(seeded(lambda: _OutputSize(kernel)), image(1, 3, *size), options=_TILES[tiles], steps=1)
     assert_tiled(report, "conv_transpose2d")
@@ -160,7 +160,7 @@ def test_unet_in_training(count: int) -> None:
 
 
 def _dcgan() -> nn.Module:
-    """The generator of Radford et al. (2016), from a map of latent vectors as large as you like."""
+    """The generator of Radford et al. (2016), from a map of latent vectors of any size."""
     return chain(
         nn.ConvTranspose2d(5, 8, 4, 1, 0, bias=False),
         nn.BatchNorm2d(8),
@@ -189,13 +189,13 @@ def test_no_product_is_computed_twice(use: str, rows: int) -> None:
     net = sft.compile(model, tuple(x.shape), budget="4GiB", options=options)
     _, flops, plan = assert_within_budget(net, x, budget="4GiB")
     plain, forward = _flops(model, x)
-    # The strips' own backward computes each strip again, from kept rows; nothing else is computed a second time.
+    # The backward pass recomputes each strip from kept rows; nothing else is computed twice.
     assert flops == plan.flops <= plain + forward
 
 
 @pytest.mark.parametrize("use", ["unet", "dcgan"])
 def test_autocast(use: str) -> None:
-    """Products are rounded to half precision one by one, their sums once: about as far from float64 as eager PyTorch is."""
+    """Products are rounded to half precision one by one, their sums once: about the error of eager PyTorch against float64."""
     ratios = []
     for seed in range(5):  # a network may round to one side or to the other
         model = seeded(lambda: _UNet(2, **_USES[use]).eval(), seed=seed).float()

@@ -1,4 +1,4 @@
-"""`unfold` and `fold`: exact in strips, and whole no byte more than planned (ATen leaves their results room that they do not fill)."""
+"""`unfold` and `fold`: exact in strips, and within the planned bytes untiled (ATen allocates more than their results need)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_patches_are_exact_and_within_the_budget(name: str) -> None:
 
 
 class _Windows(nn.Module):
-    """Windows of an image, each scaled by what is in it, between convolutions; put back where they lie, or left as channels."""
+    """Windows of an image between convolutions, each scaled by a function of its pixels; folded back, or left as channels."""
 
     def __init__(self, back: bool, geometry: dict[str, tuple[int, int]]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_windows_of_signals_and_volumes() -> None:
 
 
 def test_windows_for_kernels_of_each_pixel() -> None:
-    """An involution (Li et al., CVPR 2021): kernels computed of the image, shared by groups of channels, at half its size."""
+    """An involution (Li et al., CVPR 2021): kernels computed from the image, shared by groups of channels, at half its size."""
 
     class Involution(nn.Module):
         def __init__(self) -> None:

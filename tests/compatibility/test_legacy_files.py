@@ -1274,7 +1274,7 @@ def test_checkpoints_are_numbers_texts_and_tensors(run_folder: Path, wsi: Any) -
     assert set(checkpoint.weights) == {"backbone.weight", "backbone.bias", "head.classifier.weight", "head.classifier.bias"}
 
 
-def test_a_killed_run_goes_on_to_the_same_end(run_folder: Path, wsi: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_continues_to_the_same_result(run_folder: Path, wsi: Any, capfd: pytest.CaptureFixture[str]) -> None:
     expected = torch.load(run_folder / "finished.pt", weights_only=True)
     assert _command("train", "--config", "config.yaml", "--bootstrap", "20") == 0
     told = capfd.readouterr()

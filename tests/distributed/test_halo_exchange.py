@@ -86,7 +86,7 @@ _MESHES: dict[str, Callable[[], tuple[BandRegionBuilder, MeshShape]]] = {
 
 
 @pytest.mark.parametrize("name", _MESHES)
-def test_no_rank_waits_forever_and_all_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_deadlocks_and_all_messages_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "WINDOW_BYTES", 256)  # so that gradients of small models need many windows
     bands, shape = _MESHES[name]()
     ranks = [(replica, band) for replica in range(shape.num_replicas) for band in range(shape.num_bands)]
@@ -103,7 +103,7 @@ def test_no_rank_waits_forever_and_all_is_counted(name: str, monkeypatch: pytest
     assert sum(sum(step.traffic.sent_beside_bytes.values()) for step in walked) > 0
 
 
-def test_a_wrong_order_is_stuck() -> None:
+def test_a_wrong_order_deadlocks() -> None:
     # Each rank waits for a message that the other posts after its own wait; and, on a stream, messages of two topics in crossed order.
     def post(ticket: int, *messages: tuple[int, bool]) -> Event:
         return Event(("", 0), ticket, "rows", messages)
@@ -120,7 +120,7 @@ def test_a_wrong_order_is_stuck() -> None:
     assert num_stuck(together, in_order=True) == 0
 
 
-def test_when_messages_are_posted_and_waited_for() -> None:
+def test_times_of_posts_and_waits() -> None:
     """Two segments, 12 rows, bands of 6 rows in strips of two."""
     bands = _bands(partial(_chain, 2), (1, 3, 12, 4), (0, 6, 12), cuts=(2,))
     assert [choice.nodes[-1] for choice in bands.choices[:2]] == ["relu", "adaptive_avg_pool2d"]

@@ -84,7 +84,7 @@ def _reads_padding(rank: int, options: sft.Options) -> None:
 
 
 @pytest.mark.parametrize("tile", [None, (1, None)])
-def test_a_band_of_nothing_but_padding(pair: Ranks, tile: tuple[int, None] | None) -> None:
+def test_a_band_of_padding_only(pair: Ranks, tile: tuple[int, None] | None) -> None:
     """Regression: rows that depend on no row of the image were uninitialized, since no strip ran."""
     pair.run(_reads_padding, sft.Options(tile=tile))
 
@@ -190,7 +190,7 @@ def test_a_budget_too_small_for_any_band_is_refused() -> None:
         ({"output": "band"}, "give a mesh"),
     ],
 )
-def test_what_a_mesh_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_options_of_a_mesh_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
         sft.compile(seeded(Residual), (1, 3, 64, 32), **arguments)
 

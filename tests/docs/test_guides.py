@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
     "page",
     sorted(str(path.relative_to(_ROOT)) for path in [*_ROOT.glob("*.md"), *_DOCS.rglob("*.md"), *(_ROOT / "examples").rglob("*.md")]),
 )
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     path = _ROOT / page
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -47,7 +47,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     names["figure"].savefig(tmp_path / "figure.png")
 
 
-def test_the_notebook_stores_no_outputs_and_its_links_lead_somewhere() -> None:
+def test_the_notebook_stores_no_outputs_and_its_links_have_targets() -> None:
     cells = _cells()
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
     assert len({cell["id"] for cell in cells}) == len(cells)

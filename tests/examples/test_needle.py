@@ -54,7 +54,7 @@ def test_the_first_filters_see_no_brightness() -> None:
         assert float(first(torch.full((1, 3, 8, 8), 3.0)).abs().max()) < 1e-5
 
 
-def test_the_other_ways_to_train_predict_each_slide_that_is_not_for_training(tmp_path: Path) -> None:
+def test_the_other_methods_predict_each_slide_outside_of_training(tmp_path: Path) -> None:
     table = read_table(make_slides(tmp_path, num_slides=6, size_px=128, needle_px=16, seed=0), TaskConfig())
     settings = Settings(size_px=128, num_steps=2, slides_per_step=1, learning_rate=1e-3, head="max", seed=0)
     names = [record.name for record in table.records if record.split != "train"]
@@ -69,7 +69,7 @@ def test_the_other_ways_to_train_predict_each_slide_that_is_not_for_training(tmp
 
 
 @pytest.mark.slow
-def test_the_script_trains_three_ways_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_trains_with_three_methods_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--slides", "8", "--size", "128", "--needle", "16", "--epochs", "1", "--patch", "64", "--baseline-lr", "1e-3", "--more", "2"]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options, "--out", str(tmp_path)])
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script changes it

@@ -92,7 +92,7 @@ def test_wrong_input_shape_at_compile(shape: tuple[int, ...]) -> None:
         ([_SHAPE, _SHAPE], "the model refuses an input of shape .*takes 2 positional arguments but 3 were given"),
     ],
 )
-def test_shapes_that_nobody_has(shape: Any, refusal: str) -> None:
+def test_impossible_shapes(shape: Any, refusal: str) -> None:
     with pytest.raises(sft.InputError, match=refusal):
         sft.plan(nn.Conv2d(3, 4, 3), shape)
 
@@ -113,12 +113,12 @@ def test_an_array_of_a_signal_is_told_from_an_image() -> None:
         ),
     ],
 )
-def test_models_that_are_none(model: Any, refusal: str) -> None:
+def test_arguments_that_are_no_models(model: Any, refusal: str) -> None:
     with pytest.raises(sft.InputError, match=refusal):
         sft.compile(model, _SHAPE)
 
 
-def test_what_the_model_itself_refuses_is_no_limit_of_the_exporter() -> None:
+def test_assertions_of_the_model_are_no_limit_of_the_exporter() -> None:
     with pytest.raises(sft.InputError, match=r"the model refuses .*more than 1 value per channel when training"):
         sft.compile(chain(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)), (1, 3, 16, 12))
 
@@ -146,7 +146,7 @@ def test_wrong_arguments_of_compile(arguments: dict[str, Any], refusal: str) -> 
         (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), "1: RecursiveScriptModule: a scripted or traced module"),
     ],
 )
-def test_modules_that_cannot_be_looked_into(make: Callable[[], nn.Module], refusal: str) -> None:
+def test_lazy_and_scripted_modules_are_refused(make: Callable[[], nn.Module], refusal: str) -> None:
     model = chain(nn.ReLU(), make())
     with pytest.raises(sft.InputError, match=refusal):
         sft.compile(model, _SHAPE)

@@ -79,7 +79,7 @@ def test_wrong_input(x: Any, words: str | None) -> None:
     assert net(random_pixels(30, 20, 3)).shape == (1, 4, 13, 8), "a refused input spoils the next call"
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     class Two(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return a + b

@@ -187,7 +187,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _nothing_but(tmp_path, "out.npy") and (tmp_path / "out.npy").read_bytes() == before
 
 
-def test_a_name_that_is_taken_away(tmp_path: Path) -> None:
+def test_a_path_that_becomes_a_folder(tmp_path: Path) -> None:
     net, source, _ = _failing(tmp_path)
     (tmp_path / "out.npy").unlink()
     (tmp_path / "out.npy").mkdir()
@@ -237,13 +237,13 @@ def test_a_file_that_is_cut_short_while_it_is_written(tmp_path: Path) -> None:
         (["a.npy", "b.npy"], r"output has 2 path\(s\) for the model's 1 output\(s\)"),
     ],
 )
-def test_what_is_no_destination(output: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_destinations(output: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(sft.InputError, match=message):
         sft.compile(_body(), SHAPE, output=output)
 
 
-def test_a_count_that_is_known_at_the_call(tmp_path: Path) -> None:
+def test_a_number_of_outputs_that_is_known_at_the_call(tmp_path: Path) -> None:
     net = sft.compile(seeded(TwoHeads), (1, 3, None, None), output=tmp_path / "out.npy")
     with pytest.raises(sft.InputError, match=r"output has 1 path\(s\) for the model's 5 output\(s\); give output=\[path, ...\]"):
         net(image(1, 3, 8, 8))

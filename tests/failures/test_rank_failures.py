@@ -213,7 +213,7 @@ def _plans_otherwise(rank: int) -> str:
     return str(refused.value)
 
 
-def test_ranks_that_are_asked_different_things(ranks: Ranks) -> None:
+def test_different_calls_on_ranks_are_refused(ranks: Ranks) -> None:
     ranks.run(_disagrees)
     messages = ranks.run(_plans_otherwise)
     assert all("compile with the same budget and options on all ranks" in message for message in messages), messages

@@ -342,7 +342,7 @@ def test_casts_of_weights_come_first_and_once() -> None:
     assert len(run) == 4  # the image's cast, two convolutions, an activation
 
 
-def test_a_given_plan_is_for_its_own_precision() -> None:
+def test_a_supplied_plan_is_for_its_own_precision() -> None:
     model = seeded(_vgg).float()
     x = torch.randn(_SHAPE)
     with torch.autocast("cpu", torch.bfloat16):
@@ -406,7 +406,7 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_autocast_does_inside_of_an_operator(dtype: torch.dtype) -> None:
+def test_casts_inside_of_operators_under_autocast(dtype: torch.dtype) -> None:
     """It knows an operator inside of ``nll_loss`` and ``einsum``; torch.export's decompositions lose these casts."""
 
     class Losses(nn.Module):

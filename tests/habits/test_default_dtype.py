@@ -61,7 +61,7 @@ def test_another_default_in_the_same_process(make: type[nn.Module], options: sft
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-2)
 
 
-def test_what_it_needs_is_projected_for_that_type() -> None:
+def test_bytes_are_projected_for_that_type() -> None:
     class Logarithms(nn.Module):
         def forward(self, counts: Tensor, x: Tensor) -> Tensor:
             return counts.log() + x

@@ -32,7 +32,7 @@ def _assert_close(ours: list[Tensor], eager: list[Tensor]) -> None:
     assert max(relative_error(a, b, scale=max(1.0, float(b.detach().abs().max()))) for a, b in zip(ours, eager, strict=True)) <= 1e-10
 
 
-def test_gradients_go_to_what_was_given() -> None:
+def test_gradients_are_those_of_the_supplied_parameters() -> None:
     """Also on the first call, which captures, and through what the given tensors were made of."""
     found = []
     for module in _pair():
@@ -53,7 +53,7 @@ def test_gradients_go_to_what_was_given() -> None:
     _assert_close(found[1], found[0])
 
 
-def test_frozen_ones_among_the_given() -> None:
+def test_supplied_parameters_that_are_frozen() -> None:
     found = []
     for module in _pair():
         given = {name: p.detach().clone().requires_grad_(name.startswith("3")) for name, p in module.named_parameters()}

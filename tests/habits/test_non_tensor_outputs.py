@@ -105,6 +105,6 @@ class _Unregistered:
         (lambda y, x: (x.shape[-1], "a"), "returns no tensor"),
     ],
 )
-def test_what_cannot_be_returned_is_named(function: _Function, message: str) -> None:
+def test_unsupported_outputs_are_named(function: _Function, message: str) -> None:
     with pytest.raises(sft.UnsupportedError, match=message):
         sft.compile(_Returning(function), (1, 3, 16, 16))

@@ -166,7 +166,7 @@ _CHANGES: dict[str, Callable[[_Held], object]] = {
 
 
 @pytest.mark.parametrize("what", _CHANGES)
-def test_what_changes_inside_of_attributes_is_noticed(what: str) -> None:
+def test_changes_inside_of_attributes_are_detected(what: str) -> None:
     model, net = pair(_Held)
     for module in (model, net):
         module(image(*SHAPE))

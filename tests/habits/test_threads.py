@@ -39,7 +39,7 @@ def test_threads_that_capture_at_once_all_compute_what_eager_does(shared: bool) 
     assert (sys.stdout, sys.stderr) == streams
 
 
-def test_a_call_beside_a_capture_is_no_part_of_it() -> None:
+def test_a_call_during_a_capture_is_not_captured() -> None:
     """torch says in all threads that something is being exported."""
     inside, done = Event(), Event()
 
@@ -65,7 +65,7 @@ def test_a_call_beside_a_capture_is_no_part_of_it() -> None:
     torch.testing.assert_close(outputs, [net(x)])
 
 
-def test_being_alone_ends_with_the_block() -> None:
+def test_exclusive_access_ends_with_the_block() -> None:
     with pytest.raises(KeyError), patch_lock():
         assert not is_locked_by_other_thread()
         raise KeyError

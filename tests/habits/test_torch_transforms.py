@@ -74,7 +74,7 @@ def test_inputs_that_are_defaults_are_left_out() -> None:
 
 @pytest.mark.parametrize("value", [torch.tensor(0.3, dtype=torch.float64), torch.tensor(3)])
 @pytest.mark.parametrize("num_batch", [1, 2])
-def test_numbers_beside_an_image(num_batch: int, value: Tensor) -> None:
+def test_numbers_next_to_an_image(num_batch: int, value: Tensor) -> None:
     """Temperatures, noise levels: tensors without dimensions."""
     model, x = seeded(_Guided), image(num_batch, 3, 12, 10)
     for shape in ([x.shape, value], [x.shape, value.shape]):
@@ -83,7 +83,7 @@ def test_numbers_beside_an_image(num_batch: int, value: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at all tensors that it meets
-def test_torch_compile_leaves_it_as_it_is() -> None:
+def test_torch_compile_does_not_change_it() -> None:
     model, net = _pair()
     x = image(*_SHAPE)
 
@@ -114,7 +114,7 @@ def test_torch_compile_leaves_it_as_it_is() -> None:
         (lambda net, x: _dual(net, x), "forward-mode derivatives have no strips"),
     ],
 )
-def test_what_would_record_it_is_refused(tool: Any, message: str, pair: tuple[nn.Module, Any]) -> None:
+def test_tools_that_record_operators_are_refused(tool: Any, message: str, pair: tuple[nn.Module, Any]) -> None:
     model, net = pair
     x = image(*_SHAPE)
     with pytest.raises(sft.UnsupportedError, match=message):
@@ -128,7 +128,7 @@ def _dual(net: nn.Module, x: Tensor) -> Tensor:
         return out
 
 
-def test_second_derivatives_are_refused_whoever_asks(pair: tuple[nn.Module, Any]) -> None:
+def test_second_derivatives_are_refused_for_every_caller(pair: tuple[nn.Module, Any]) -> None:
     """Also where autograd would otherwise report that the gradient does not depend on anything, and Hessians are zero."""
     _, net = pair
     x = image(*_SHAPE).requires_grad_()
@@ -188,7 +188,7 @@ def test_a_layer_with_two_names_keeps_its_parameters() -> None:
     assert all(kept is p for kept, p in zip(model.parameters(), own, strict=True))
 
 
-def test_a_plain_model_that_is_compiled_in_place_stays_beside() -> None:
+def test_a_plain_model_that_is_compiled_in_place_is_not_run() -> None:
     """``model.compile()`` leaves its wrapper in the dictionary that both share; the compiled one must not run the plain model."""
     model, net = _pair()
     x = image(*_SHAPE)

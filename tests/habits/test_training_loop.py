@@ -88,7 +88,7 @@ def test_create_graph_alone_gives_the_gradients() -> None:
     assert max(gradient_errors(found[1], found[0]).values()) <= 1e-11
 
 
-def test_a_changed_output_that_the_backward_needs() -> None:
+def test_a_changed_output_that_the_backward_pass_reads() -> None:
     model, net = pair(TwoHeads)
     for module in (model, net):
         features, y = module(image(*SHAPE))
@@ -274,7 +274,7 @@ class _PixelwiseHead(nn.Module):
         return out
 
 
-def test_results_of_permuted_models_are_laid_out_as_eager_lays_them_out() -> None:
+def test_results_of_permuted_models_have_the_layout_of_eager_pytorch() -> None:
     """Who reads them as rows of pixels, without a copy, could not."""
     model, x = seeded(_PixelwiseHead), image(*SHAPE)
     net, y = sft.compile(model, SHAPE, options=sft.Options(tile=(5, None))), model(x)

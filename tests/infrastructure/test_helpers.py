@@ -102,7 +102,7 @@ def test_a_gradient_is_scaled_by_the_largest_of_its_module() -> None:
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_a_dag_prints_as_what_rebuilds_it(data: st.DataObject) -> None:
+def test_a_dag_prints_as_an_expression_that_rebuilds_it(data: st.DataObject) -> None:
     dag = data.draw(dags())
     names = (Activation, AvgPool, Conv, Dag, Head, Join, MaxPool, Norm, Upsample)
     rebuilt = eval(repr(dag), {cls.__name__: cls for cls in names})
@@ -113,7 +113,7 @@ def test_a_dag_prints_as_what_rebuilds_it(data: st.DataObject) -> None:
     assert isinstance(options, sft.Options)
 
 
-def test_rounding_of_eager_tells_an_ill_conditioned_model() -> None:
+def test_rounding_of_eager_detects_an_ill_conditioned_model() -> None:
     """A norm of values that nearly agree divides by what they differ in; a convolution only adds."""
     x = torch.rand(1, 3, 6, 5, dtype=torch.float64)
     assert 0 < rounding_of_eager(nn.Conv2d(3, 3, 3), x, steps=1) < 1e-14

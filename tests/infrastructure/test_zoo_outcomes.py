@@ -26,7 +26,7 @@ def test_labels_are_unique() -> None:
     assert len(set(labels)) == len(labels)
 
 
-def test_what_helps_most_comes_first() -> None:
+def test_reasons_are_in_greedy_order() -> None:
     outcomes = [
         _refused("a", "pad", "pad"),
         _refused("b", "pad", "chunk"),
@@ -61,7 +61,7 @@ def test_a_worker_that_takes_too_long_is_killed() -> None:
     assert raised.value.kind == "timed out"
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_suite_continues(tmp_path: Path) -> None:
     exact = TilingOutcome(tiling="strips", kind="exact", num_segments=2, left_strips={"mean": 1})
     outcomes = [
         Outcome(package="timm", name="a", shape=(1, 3, 8, 8), kind="exact", tilings=(exact,), commit="1234567"),

@@ -21,7 +21,7 @@ def _reads(window: KernelWindow, output: int) -> list[int]:
 
 
 @given(_spans)
-def test_data_is_what_lies_in_the_image(span: Span) -> None:
+def test_data_rows_are_those_of_the_image(span: Span) -> None:
     low, high = span.data
     assert list(range(low, high)) == [row for row in range(span.size) if 0 <= span.start + row < span.extent]
 
@@ -49,7 +49,7 @@ def test_outputs_of_an_untiled_image(window: KernelWindow, extent: int) -> None:
     assert geometry.output_size[0] == len([o for o in range(60) if _reads(window, o)[-1] < extent + window.padding])
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_geometries_are_refused() -> None:
     with pytest.raises(InputError, match="size=-1"):
         Span(start=0, size=-1, extent=3)
     with pytest.raises(InputError, match="stride=0"):

@@ -167,7 +167,7 @@ def test_labels_are_read_strip_by_strip() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int64", "bool"])
 @pytest.mark.parametrize("shape", [(8, 6), (2, 8, 6), (2, 1, 8, 6)])
-def test_label_sources_hand_out_what_the_array_holds(dtype: str, shape: tuple[int, ...]) -> None:
+def test_label_sources_have_the_values_of_the_array(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
     source = LabelSource(array)
     num, _, height, width = source.shape

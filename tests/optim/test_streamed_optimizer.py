@@ -70,7 +70,7 @@ def test_the_same_bits_as_torch(kind: str, two_phase: bool, where: str, tmp_path
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize("name", ["mlp", "norms"])
-def test_a_step_with_updates_holds_what_was_projected(name: str, where: str, tmp_path: Path) -> None:
+def test_a_step_with_updates_has_the_projected_bytes(name: str, where: str, tmp_path: Path) -> None:
     net, _ = pair_of(name, tmp_path / "w" if where == "disk" else None)
     x = x_of(name)
     without = net.plan_for(x)

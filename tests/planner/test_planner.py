@@ -106,7 +106,7 @@ def test_a_plan_that_does_not_fit_here_is_refused() -> None:
     assert sft.compile(model, _SHAPE, plan=plan).plan == plan  # its own budget, where none is named
 
 
-def test_a_gigapixel_image_fits_or_the_error_says_what_would(pooled_vgg16: nn.Module) -> None:
+def test_a_gigapixel_image_fits_or_the_error_names_the_smallest_budget(pooled_vgg16: nn.Module) -> None:
     plan = sft.plan(pooled_vgg16, (1, 3, 20_480, 20_480), budget="11GiB")
     assert plan.total_bytes <= 11 * 2**30
     assert plan.redundancy < 5 / 3  # forward, once again for the strips, and at most once more for the states between

@@ -414,7 +414,7 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))])
-def test_plain_execution_is_found_where_it_just_fits(make: Any) -> None:
+def test_plain_execution_is_selected_where_it_just_fits(make: Any) -> None:
     """Regression: an output of a program was counted twice, so stages were recomputed without need."""
     model = seeded(make)
     shape = _SHAPE if isinstance(model, Residual) else (32, 16)

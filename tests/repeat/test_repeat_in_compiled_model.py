@@ -68,7 +68,7 @@ def _stacked_grads(unrolled: nn.Module, path: str, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("block", [Residual, _tanh])
-def test_the_unrolled_model_is_what_is_computed(block: Callable[[], nn.Module]) -> None:
+def test_results_are_those_of_the_unrolled_model(block: Callable[[], nn.Module]) -> None:
     model = seeded(lambda: _model(12, "160KiB", block))
     eager = _unrolled(model)
     net = sft.compile(model, _SHAPE, budget=least_budget(model, image(*_SHAPE).requires_grad_()) + 50_000)
@@ -176,7 +176,7 @@ def test_blocks_run_by_their_schedule_and_a_stage_of_them_may_run_again() -> Non
     assert_within_budget(net, image(*_SHAPE), budget="4GiB")
 
 
-def test_what_blocks_hold_between_the_passes_may_wait_on_the_host() -> None:
+def test_states_of_blocks_wait_on_the_host_between_the_passes() -> None:
     model = seeded(lambda: _model(12, "160KiB"))
     made = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="optimal"))
     (own,) = [i for i, segment in enumerate(made.segments) if any(name.startswith("sft_repeat") for name in segment.nodes)]
@@ -354,7 +354,7 @@ def test_a_pass_that_fails_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_what_cannot_be_compiled_names_the_blocks_and_a_remedy() -> None:
+def test_refusals_name_the_blocks_and_a_remedy() -> None:
     with pytest.raises(sft.UnsupportedError, match=r"4: repeat: .*must return the shape and dtype of its input"):
         sft.compile(_model(2, block=lambda: nn.Conv2d(4, 5, 1)), _SHAPE)
     with pytest.raises(sft.BudgetError, match=r"4: repeat: 12 repeated blocks need .* Raise the budget to [\d.]+ \w+ \(\d+ bytes\)"):

@@ -111,7 +111,7 @@ def test_the_same_bits_as_torch(kind: str, two_phase: bool, where: str, tmp_path
     _assert_same(model, plain)
 
 
-def test_what_a_step_holds_is_what_was_projected() -> None:
+def test_measured_bytes_of_a_step_are_the_projected_ones() -> None:
     model, _ = _models()
     repeat = _repeat(model)
     x = _batch(0).requires_grad_()
@@ -234,7 +234,7 @@ def test_a_state_dict_of_other_shapes_changes_nothing() -> None:
     assert optimizer.param_groups[0]["amsgrad"] is True
 
 
-def test_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_training_continues_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "w"
     model, plain = _models(path=path)
     ours, theirs = _optimizer("adamw", model), _plain_optimizer("adamw", plain)
@@ -505,7 +505,7 @@ def test_a_gradient_of_the_input_alone_trains_no_blocks(two_phase: bool) -> None
     _assert_same(model, plain, exactly=False)
 
 
-def test_a_dynamic_scale_goes_on_where_it_was() -> None:
+def test_a_dynamic_scale_continues() -> None:
     model, _ = _models()
     ours = _optimizer("sgd", model, loss_scale="dynamic")
     ours.scale(model(_batch(0)).square().mean() * float("inf")).backward()
@@ -539,7 +539,7 @@ def test_settings_that_keep_more_state_are_refused(kind: str, setting: str, valu
 
 
 @pytest.mark.parametrize("text", ["abc", "-1", "1,2,3", ""])
-def test_damaged_counts_are_told(text: str, tmp_path: Path) -> None:
+def test_damaged_counts_are_reported(text: str, tmp_path: Path) -> None:
     for resume in (False, True):
         torch.manual_seed(0)
         blocks = Repeat(HalfBlock, 3)

@@ -266,7 +266,7 @@ def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
     assert any("out of registers" in line for line in found.refused)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     cases = collect_tuning_cases(_request(None), torch.device("cpu"))
     last = cases[-1].shape_class.operator
     first = ListBenchmarker(stops=last)

@@ -63,7 +63,7 @@ def test_images_stay_images_where_sizes_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _MODELS)
-def test_each_size_is_looked_at_anew(name: str) -> None:
+def test_each_size_is_analysed_separately(name: str) -> None:
     model = seeded(_MODELS[name]).eval()
     net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(8, None)))
     for size in ((32, 24), (40, 28), (24, 44)):

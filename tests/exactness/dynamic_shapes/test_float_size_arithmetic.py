@@ -72,7 +72,7 @@ class _Cropped(nn.Module):
         (lambda h: 3 if 0.6 * h >= 27 else 2, (46, 47)),
     ],
 )
-def test_what_python_computes_of_sizes(rows: Callable[[int], int], sizes: tuple[int, ...]) -> None:
+def test_python_arithmetic_on_sizes(rows: Callable[[int], int], sizes: tuple[int, ...]) -> None:
     """A capture is not used for a size with other numbers."""
     model = seeded(lambda: _Cropped(rows))
     net = sft.compile(model, (1, 1, sizes[0], 20))

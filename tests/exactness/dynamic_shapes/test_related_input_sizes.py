@@ -94,7 +94,7 @@ def test_related_sizes_are_exact(name: str, options: sft.Options | None) -> None
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_a_capture_serves_all_sizes_so_related(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_serves_all_sizes_with_the_relation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
 
     def counted(*args: Any, **given: Any) -> Capture:

@@ -160,7 +160,7 @@ def test_optimal_needs_no_more_flops_than_sqrt() -> None:
     assert found[0] <= found[1]
 
 
-def test_what_does_not_fit_may_wait_on_the_host() -> None:
+def test_values_that_do_not_fit_wait_on_the_host() -> None:
     model, inputs = seeded(Gpt), _CASES["gpt"][1]()
     with remembered_captures():
         plain = sft.plan(model, list(inputs), options=sft.Options(strategy="none")).total_bytes
@@ -238,7 +238,7 @@ class _Branching(nn.Module):
         (lambda: sft.compile(nn.Linear(2, 2), (None, 2))(torch.ones(3, 2), input_grad=torch.ones(3, 2)), sft.InputError, "only images"),
     ],
 )
-def test_refusals_say_what_to_do(ask: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_refusals_name_remedies(ask: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ask()
 

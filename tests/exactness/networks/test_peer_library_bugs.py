@@ -36,7 +36,7 @@ def test_bias_gradient_at_batch_above_one(batch: int) -> None:
     assert report.param_grad_error <= 1e-12
 
 
-def test_bias_gradient_is_there_at_all() -> None:
+def test_bias_gradient_exists() -> None:
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)))
     net = sft.compile(model, (1, 3, 16, 8), options=_strips(4, 8))
     net(image(1, 3, 16, 8)).sum().backward()
@@ -59,7 +59,7 @@ def test_input_gradient_at_seams(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(29, 17), (31, 19), (23, 11), (13, 9)])
-def test_sizes_that_divide_by_nothing(height: int, width: int) -> None:
+def test_indivisible_sizes(height: int, width: int) -> None:
     assert_exact(seeded(ConvNet), image(1, 3, height, width), options=_strips(5, width, 2))
 
 

@@ -64,7 +64,7 @@ _CONSTANT = Wild(
 )
 
 
-def test_what_is_nothing_but_rounding_is_told_apart() -> None:
+def test_pure_rounding_errors_are_detected() -> None:
     """Eager PyTorch's own result is 1e-14 there, and changes when a bias changes by its last bit."""
     x, options = _CONSTANT.image(), sft.Options(halo="carry", tile=(1, 10), batch_tile=1)
     with pytest.raises(InexactError):
@@ -86,6 +86,6 @@ _TWO_READERS = Wild(
 )
 
 
-def test_the_gradient_of_an_input_is_not_copied_behind_the_projected_peak() -> None:
+def test_the_gradient_of_an_input_is_not_copied_beyond_the_projected_peak() -> None:
     """Regression: it was channels last, and autograd copied it when all other gradients were allocated."""
     assert assert_wild_exact(_TWO_READERS, sft.Options(), budget=wild_budget(_TWO_READERS, sft.Options(), 0.0)) is not None

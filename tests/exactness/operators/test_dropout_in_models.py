@@ -96,7 +96,7 @@ def test_whole_and_tiled_see_one_mask(options: sft.Options) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_all_of_it_is_in_strips(kind: str) -> None:
+def test_dropout_runs_in_strips(kind: str) -> None:
     report = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), _drop(kind, 0.5), nn.Conv2d(4, 2, 3)).train(), (2, 3, 24, 16))
     assert report.ok, report
     assert not report.whole_reasons, report
@@ -231,7 +231,7 @@ class _Block(nn.Module):
         (_Block(), "follows the image's size"),
     ],
 )
-def test_what_has_no_positions_is_refused(model: nn.Module, words: str) -> None:
+def test_dropout_without_positions_is_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         sft.compile(model.train(), (1, 3, 24, 16), budget="1GiB")
 
@@ -271,7 +271,7 @@ def test_dropout_may_be_called_as_a_function(p: float) -> None:
     assert_exact(_Called(p).train(), torch.rand(2, 3, 20, 11), options=sft.Options(tile=(5, None)))
 
 
-def test_a_default_device_of_the_callers_is_not_asked() -> None:
+def test_a_default_device_of_the_caller_is_ignored() -> None:
     """Models are often made on the meta device, and planned while it is still the default."""
     with torch.device("meta"):
         model = nn.Sequential(

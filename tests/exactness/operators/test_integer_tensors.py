@@ -41,7 +41,7 @@ class _Labelled(nn.Module):
 
 @pytest.mark.parametrize("tile", [None, (5, None), (5, 8)])
 @pytest.mark.parametrize("name", _FUNCTIONS)
-def test_whole_numbers_are_computed_with(name: str, tile: tuple[int, int | None] | None) -> None:
+def test_integers_in_models(name: str, tile: tuple[int, int | None] | None) -> None:
     model = seeded(lambda: _Labelled(_FUNCTIONS[name]))
     x, labels = image(2, 3, 18, 14), (image(2, 18, 14) * 2).long().clamp(-1, 3)
     net: Any = sft.compile(model, [x, labels], options=sft.Options(tile=tile))

@@ -231,7 +231,7 @@ def test_a_tile_is_a_part_of_the_whole(distribution: Distribution) -> None:
     torch.testing.assert_close(part, whole[1:, :, 3:7, 5:], rtol=1e-14, atol=1e-15)
 
 
-def test_what_is_no_noise_is_refused() -> None:
+def test_unknown_distributions_and_integers_are_refused() -> None:
     with pytest.raises(sft.InputError, match="no 'cauchy' noise"):
         positional_noise(torch.empty(1, 2, 3), "cauchy", site=0, seed=0)  # type: ignore[arg-type]
     with pytest.raises(sft.InputError, match="int64"):

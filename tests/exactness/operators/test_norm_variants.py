@@ -264,7 +264,7 @@ class _Unread(nn.Module):
         return out
 
 
-def test_a_norm_that_nobody_reads() -> None:
+def test_a_norm_with_an_unused_result() -> None:
     report = assert_exact(_Unread().train(), image(1, 3, 15, 11), options=sft.Options(tile=(5, 3)))
     assert len(report.plan.segments[0].nodes) == 4, "statistics alone need no second walk"
 

@@ -221,5 +221,5 @@ class _Frames(nn.Module):
         (_Frames, (1, 3, 4, 25, 18), "2 axes, and the model's input is read as [N, channels, depth, height, width]; give frames"),
     ],
 )
-def test_what_runs_whole_says_what_to_do(model: Callable[[], nn.Module], shape: tuple[int, ...], words: str) -> None:
+def test_untiled_operators_have_a_remedy(model: Callable[[], nn.Module], shape: tuple[int, ...], words: str) -> None:
     assert any(words in reason for reason in sft.check(model(), shape).whole_reasons)

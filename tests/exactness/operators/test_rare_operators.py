@@ -64,7 +64,7 @@ def test_rare_uses_are_exact(name: str) -> None:
         lambda x: torch.special.hermite_polynomial_he(x, torch.tensor(3)),
     ],
 )
-def test_what_has_no_gradient_says_so(function: _Function) -> None:
+def test_results_without_a_gradient_do_not_require_grad(function: _Function) -> None:
     model, x = seeded(lambda: _Odd(function)), image(2, 3, 5, 6).abs()
     out, expected = sft.compile(model, x.shape)(x), model(x)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -108,7 +108,7 @@ def test_embeddings_that_write_or_are_sparse_are_refused(options: dict[str, Any]
         sft.compile(seeded(lambda: _LookedUp(**options)), [(3, 3, 9, 9), torch.tensor([1, 2, 2])])
 
 
-def test_weights_that_are_made_and_written_into_are_refused() -> None:
+def test_computed_weights_that_are_written_to_are_refused() -> None:
     """Otherwise the gradient of their computation would be lost."""
     places = torch.tensor([[1, 2], [0, 3]])
     with pytest.raises(sft.UnsupportedError, match="max_norm writes into its weights"):
@@ -130,7 +130,7 @@ class _Alike(nn.Module):
 
 
 @pytest.mark.parametrize("tile", [None, (4, None)])
-def test_arguments_that_are_equal_and_not_the_same(tile: tuple[int, int | None] | None) -> None:
+def test_arguments_that_compare_equal_and_differ(tile: tuple[int, int | None] | None) -> None:
     """0.0 and -0.0, 1 and 1.0. Regression: a cached result of one was used for the other."""
     model = _Alike().double()
     x, counts = image(2, 3, 10, 9), torch.arange(2 * 3 * 10 * 9).view(2, 3, 10, 9) % 5

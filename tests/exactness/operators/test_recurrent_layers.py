@@ -67,7 +67,7 @@ def test_single_precision() -> None:
     assert_within_budget(net, x, budget="1GiB", to_the_byte=True)
 
 
-def test_behind_a_pooled_image() -> None:
+def test_after_a_pooled_image() -> None:
     """At any size: the number of steps is that of positions."""
     net = sft.compile(seeded(Head), (1, 3, None, None), budget="1MiB")
     assert [tuple(net(image(1, 3, side, 24)).shape) for side in (20, 32)] == [(1, 2), (1, 2)]

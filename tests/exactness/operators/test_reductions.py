@@ -134,7 +134,7 @@ def test_any_tiling_is_exact(name: str) -> None:
     check()
 
 
-def test_the_place_of_the_largest_element_is_the_first() -> None:
+def test_argmax_is_the_first_largest_element() -> None:
     """Panels run one after another; the first element of the image may be in a later panel."""
     x = torch.zeros(1, 1, 6, 6)
     x[0, 0, 1, 5] = x[0, 0, 3, 0] = x[0, 0, 1, 3] = 1.0
@@ -184,7 +184,7 @@ def test_several_in_one_walk(options: sft.Options) -> None:
     assert_exact(seeded(_SpatialPyramid), torch.randn(3, 3, 17, 13), options=options)
 
 
-def test_a_softmax_of_what_has_overflowed_is_nan_everywhere() -> None:
+def test_a_softmax_of_overflowed_values_is_nan_everywhere() -> None:
     """As in ATen."""
 
     class Softmax(nn.Module):

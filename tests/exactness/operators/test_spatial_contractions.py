@@ -108,7 +108,7 @@ def test_any_product_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> 
     assert is_tiled(report.plan, "bmm", "matmul", "einsum")
 
 
-def test_operands_that_are_there_at_different_strips() -> None:
+def test_operands_that_exist_at_different_strips() -> None:
     """Rows of one operand are carried until those of the other exist."""
     report = assert_exact(seeded(lambda: _Double(2)), image(2, 3, 14, 9), options=sft.Options(tile=(2, 5), state_every=3), steps=1)
     assert_tiled(report, "bmm")

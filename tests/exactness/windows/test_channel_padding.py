@@ -145,7 +145,7 @@ def test_volumes_and_signals() -> None:
 
 
 @pytest.mark.parametrize("pad", [(0, 0, 0, 0, 0, 0, 1, 2), (1, 1, 0, 0, 2, 0, 0, 1)])
-def test_a_pad_of_the_batch_runs_whole_and_says_so(pad: tuple[int, ...]) -> None:
+def test_a_pad_of_the_batch_runs_whole_with_a_reason(pad: tuple[int, ...]) -> None:
     model = seeded(lambda: _Between(lambda x: F.pad(x, pad)))
     report = sft.check(model, (2, 3, 24, 20))
     assert report.ok and "pads the batch" in report.whole_reasons[0]

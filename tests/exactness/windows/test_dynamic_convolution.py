@@ -43,7 +43,7 @@ class _Making(nn.Module):
 
 @pytest.mark.parametrize("num_batch", [2, 4])
 @pytest.mark.parametrize("name", _FUNCTIONS)
-def test_weights_made_of_images(name: str, num_batch: int) -> None:
+def test_weights_computed_from_images(name: str, num_batch: int) -> None:
     """With as many images as channels the size does not determine the batch dimension."""
     model = seeded(lambda: _Making(_FUNCTIONS[name]))
     assert_exact(model, image(num_batch, 3, 18, 14))

@@ -52,14 +52,14 @@ def _pooled(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
 
 @settings(max_examples=4)
 @given(case=_pooled())
-def test_places_count_the_image_s_pixels(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
+def test_indices_are_those_of_the_full_image(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
     report = assert_exact(model, x, options=options, steps=1)
     assert all(segment.mode == "tiled" for segment in report.plan.segments)
 
 
 @pytest.mark.parametrize("fill", [None, -torch.inf, torch.nan])
-def test_places_are_eager_s_to_the_bit(fill: float | None) -> None:
+def test_indices_equal_those_of_eager_pytorch(fill: float | None) -> None:
     """Ties, windows of minus infinity only, and the last of several NaNs."""
     x = image(2, 3, 13, 9).round()
     if fill is not None:

@@ -65,7 +65,7 @@ def test_a_border_in_strips(tile: tuple[int, int | None]) -> None:
 
 
 @pytest.mark.parametrize("tile", [(3, None), (9, None)])
-def test_places_in_volumes(tile: tuple[int, int | None]) -> None:
+def test_indices_in_volumes(tile: tuple[int, int | None]) -> None:
     """Not channels last, where PyTorch's own operator ignores the slice."""
     pool = nn.MaxPool3d(3, 2, 1, return_indices=True)
     x = _masked((2, 2, 9, 7, 6), 0)

@@ -148,7 +148,7 @@ def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
         assert counts == ([0, 0, 0] if "amsgrad" in case[1] else [16, 0, 16]) and none == [0, 0, 0], (case, counts)
 
 
-def test_what_kernels_do_not_compute_goes_by_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_without_a_kernel_run_on_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("sft.backends.resolve.has_triton", lambda: True)
     sgd, adamw = KernelUpdate(SGDUpdate()), KernelUpdate(AdamWUpdate())
@@ -169,7 +169,7 @@ def test_what_kernels_do_not_compute_goes_by_aten(monkeypatch: pytest.MonkeyPatc
     assert not sgd.selects_kernel(vector, vector, {}, plain)
 
 
-def test_backends_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = sft.nn.Repeat(lambda: torch.nn.Linear(2, 2), 2).stream("1KiB")
     with pytest.raises(InputError, match=r"backend='cuda': updates are computed by one of aten, triton; give one of these"):

@@ -107,7 +107,7 @@ def test_positions_beyond_32_bits(kind: MaskKind) -> None:
 
 @pytest.mark.parametrize("num_calls", [1, 2, 7, 30, 64, 10_000])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_blocks_do_not_show(kind: MaskKind, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_do_not_depend_on_blocks(kind: MaskKind, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape: _Shape = (3, 6, 5, 7)
     x = torch.randn(shape)
     whole = positional_dropout(x, 0.3, site=1, seed=2, kind=kind)

@@ -27,7 +27,7 @@ def _properties(name: str, capability: tuple[int, int] = (9, 0), multiprocessors
         ("NVIDIA RTX A1000", "the NVIDIA RTX A1000 (its properties)"),
     ],
 )
-def test_shipped_models_are_found_by_name(name: str, expected: str) -> None:
+def test_shipped_models_are_selected_by_name(name: str, expected: str) -> None:
     assert model_of_properties(_properties(name)).name == expected
 
 

@@ -238,7 +238,7 @@ def test_every_refused_budget_names_one_that_works(strategy: str, gpu: None) -> 
     assert needed
 
 
-def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
+def test_a_supplied_plan_is_tried_on_this_device(gpu: None) -> None:
     model, options = seeded(Residual), sft.Options(cuda_graphs=False)
     net: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=options)
     handed_in = sft.Plan.from_json(net.plan.to_json())
@@ -403,7 +403,7 @@ def test_errors_on_autograds_thread_are_the_callers() -> None:
         ("large_segment_size_mb:64", "native", "settings large_segment_size_mb:64 "),
     ],
 )
-def test_allocators_that_are_not_simulated_are_said(
+def test_allocators_that_are_not_simulated_are_reported(
     gpu: None, settings: str, backend: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

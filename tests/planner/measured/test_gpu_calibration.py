@@ -63,7 +63,7 @@ def test_plans_take_calibrated_rates_first(tmp_path: Path) -> None:
     assert planning_model(device, [tmp_path]) == model
 
 
-def test_a_gpu_that_is_not_here_has_the_rates_of_an_h100(tmp_path: Path) -> None:
+def test_an_absent_gpu_has_the_rates_of_an_h100(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     save_model(model_path(tmp_path, _NAME), replace(H100, name="another"))

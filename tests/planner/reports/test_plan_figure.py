@@ -45,7 +45,7 @@ def test_a_recomputing_plan_is_drawn_op_by_op() -> None:
     assert "estimated" in moves.get_xlabel()
 
 
-def test_measured_seconds_are_drawn_where_there_are_any() -> None:
+def test_measured_seconds_are_drawn_if_present() -> None:
     plan = _tiled()
     timed = replace(plan, timeline=plan.timeline.measured([0.5] * len(plan.timeline.entries)))
     memory, moves = plan_figure(timed).axes

@@ -1,8 +1,9 @@
 """Mixed precision: the compiled model is as accurate as eager PyTorch under the same autocast, inside its budget.
 
-The reference is the model in float64; an error is the relative L2 error against it, as a median over seeds. ReLU and max pooling make
-it a lottery: one element that passes in one run and not in the other outweighs all rounding. So each model comes in two kinds: as it is,
-compared over many seeds, and with smooth activations and average pooling, where few seeds do and each parameter can be looked at.
+The reference is the model in float64; an error is the relative L2 error against it, as a median over seeds. With ReLU and max pooling the
+error of one seed is arbitrary: one element that passes in one run and not in the other outweighs all rounding. So each model has two
+versions: the original, compared over many seeds, and one with smooth activations and average pooling, where few seeds are enough and each
+parameter is compared.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _UNet(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Values of both types meet: sums, products, quotients, a gate, a branch that the model keeps in float32."""
+    """Operators on values of both types: sums, products, quotients, a gate, a branch that the model keeps in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def _step(module: nn.Module, x: Tensor, gradients: Sequence[Tensor] | None, dtyp
 def _median_errors(
     make: Callable[[], nn.Module], autocast: torch.dtype | None, weights: torch.dtype, num_seeds: int
 ) -> tuple[dict[str, float], ...]:
-    """Of eager PyTorch and of the compiled model: outputs, gradients of input and parameters, buffers, each parameter's gradient."""
+    """Errors of eager PyTorch and of the compiled model: outputs, gradients of input and parameters, buffers, each parameter's gradient."""
     eager = seeded(make).to(weights)
     net = sft.compile(copy.deepcopy(eager), _SHAPE, options=_OPTIONS)
     found: tuple[dict[str, list[float]], ...] = ({}, {})
@@ -170,13 +171,13 @@ def test_as_accurate_as_eager_where_all_is_smooth(name: str, autocast: torch.dty
     eager, ours = _median_errors(lambda: _MODELS[name](smooth=True), autocast, weights, 9)
     assert eager.keys() == ours.keys()
     ratios = {key: ours[key] / eager[key] for key in eager}
-    # In bfloat16 a gradient that passes a train-mode norm is rounded once more than in eager PyTorch; it shows where all else is smooth.
+    # In bfloat16 a gradient that passes a train-mode norm is rounded once more than in eager PyTorch; this dominates if all else is smooth.
     most = {"outputs": _MOST, "input": 1.2, "parameters": _MOST}
     for key, limit in most.items():
         assert ratios[key] <= limit, f"{key}: {ours[key]:.2e} instead of eager's {eager[key]:.2e}"
     buffers = {key: ratio for key, ratio in ratios.items() if "running" in key}
     assert all(ratio <= _MOST for ratio in buffers.values()), buffers
-    # A parameter whose gradient nearly cancels has an error of its own luck; over all of them there is none.
+    # The error of a parameter with a nearly cancelling gradient is arbitrary; that of all parameters together is not.
     assert statistics.geometric_mean([ratio for key, ratio in ratios.items() if key.isdigit()]) <= _MOST
 
 
@@ -244,7 +245,7 @@ def test_every_state_has_its_own_plan() -> None:
 
 
 def test_backward_under_autocast() -> None:
-    """Not what PyTorch advises, but what many loops do: the casts are made once, in the forward pass."""
+    """Common in loops, although PyTorch advises against it: the casts are made once, in the forward pass."""
     net = sft.compile(seeded(_resnet).float(), _SHAPE, options=_OPTIONS)
     x = torch.randn(_SHAPE)
     found = []
@@ -330,7 +331,7 @@ def test_sums_over_strips_are_kept_in_float32() -> None:
 
 
 def test_casts_of_weights_come_first_and_once() -> None:
-    """They wait for no image, and end no run of streamed operators."""
+    """They depend on no image, and end no run of streamed operators."""
     first, second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
     second.weight = first.weight
     net = sft.compile(chain(first, nn.ReLU(), second), _SHAPE, options=_OPTIONS)
@@ -407,7 +408,7 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casts_inside_of_operators_under_autocast(dtype: torch.dtype) -> None:
-    """It knows an operator inside of ``nll_loss`` and ``einsum``; torch.export's decompositions lose these casts."""
+    """Autocast casts operators inside of ``nll_loss`` and ``einsum``; torch.export's decompositions lose these casts."""
 
     class Losses(nn.Module):
         def __init__(self) -> None:

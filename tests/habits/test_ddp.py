@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` around a compiled model: each rank its own images, the same averaged gradients as plain PyTorch."""
+"""``DistributedDataParallel`` around a compiled model: each rank has its own images, and averaged gradients equal plain PyTorch's."""
 
 from __future__ import annotations
 

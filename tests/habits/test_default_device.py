@@ -1,4 +1,4 @@
-"""``torch.set_default_device``: what is on the host stays there. The meta device stands for a GPU, as numbers there would be lost."""
+"""``torch.set_default_device`` does not move values of the host. The meta device stands in for a GPU, since numbers there would be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers become the default element type, which may be another in the same process: nothing remembered holds for that."""
+"""Integers become the default element type, which may change in a process: cached results are not used for another type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Counts(nn.Module):
 
 
 class _Rounded(nn.Module):
-    """Roots that are rounded to bfloat16, which is nothing to do where they are of that type."""
+    """Roots that are rounded to bfloat16: no operation if they have that type."""
 
     def __init__(self) -> None:
         super().__init__()

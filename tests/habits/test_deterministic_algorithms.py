@@ -26,7 +26,7 @@ def _deep() -> nn.Module:
     return nn.Sequential(nn.Conv3d(1, 3, 3, padding=1), nn.MaxPool3d(3, 2, 1), nn.ReLU(), up, nn.Conv3d(3, 2, 3))
 
 
-#: Operators whose derivatives add in any order on GPUs, by a part of their name.
+#: Operators with derivatives that add in any order on GPUs, by a substring of their name.
 _UNORDERED = ("upsample_bilinear2d_backward", "upsample_trilinear3d_backward", "max_pool3d_with_indices_backward")
 
 
@@ -72,7 +72,7 @@ def test_sums_have_an_order(
     net(x.clone().requires_grad_()).sum().backward()
     functions = _functions(net)
     assert functions and not any(name in function for name in _UNORDERED for function in functions)
-    # Without the wish PyTorch's derivatives are as fast, and another plan's.
+    # Without the setting PyTorch's derivatives run, in another plan.
     torch.use_deterministic_algorithms(False)
     net = sft.compile(model, shape, budget="1GiB", options=options)
     net(x.clone().requires_grad_()).sum().backward()

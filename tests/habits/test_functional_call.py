@@ -1,4 +1,4 @@
-"""``torch.func.functional_call`` on a compiled model: parameters and buffers of the caller's, for one call."""
+"""``torch.func.functional_call`` on a compiled model: parameters and buffers of the caller for one call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _assert_close(ours: list[Tensor], eager: list[Tensor]) -> None:
 
 
 def test_gradients_are_those_of_the_supplied_parameters() -> None:
-    """Also on the first call, which captures, and through what the given tensors were made of."""
+    """Also at the first call, which captures, and through the computation of the supplied tensors."""
     found = []
     for module in _pair():
         own = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -64,7 +64,7 @@ def test_supplied_parameters_that_are_frozen() -> None:
 
 
 def test_evaluation_with_averaged_weights() -> None:
-    """A moving average beside the model, evaluated by swapping it in; training goes on with the weights as they are."""
+    """A moving average, evaluated in place of the model's weights; training continues with the weights."""
     found = []
     for module in _pair():
         average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
@@ -85,7 +85,7 @@ def test_evaluation_with_averaged_weights() -> None:
 
 @pytest.fixture(scope="module")
 def net() -> nn.Module:
-    """One that the tests leave as it is."""
+    """Compiled model that the tests do not change."""
     return _pair()[1]
 
 

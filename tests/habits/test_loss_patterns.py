@@ -1,4 +1,4 @@
-"""Losses with turns: the output is used again and again, beside the input, as a spectrum, by another compiled model, in another call."""
+"""Complex losses: repeated uses of the output, with the input, as a spectrum, by another compiled model, in another call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _spectra(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _everything_at_once(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """The output in many terms, whole and in parts, with the input and with labels."""
+    """The output in many terms, complete and in slices, with the input and with labels."""
     y: Tensor = nets[0](x)
     labels = (torch.arange(x[:, 0].numel()) % 3).view(x[:, 0].shape)
     loss = F.mse_loss(y, x) + F.cross_entropy(y, labels, ignore_index=2) + F.cosine_similarity(y.flatten(1), x.flatten(1)).sum()
@@ -46,7 +46,7 @@ def _everything_at_once(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _perceptual(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Through a second compiled model, which is frozen, against what it says to the input."""
+    """Difference of features of a second, frozen compiled model for output and input."""
     nets[1].requires_grad_(False).eval()
     with torch.no_grad():
         target = nets[1](x.flip(2))
@@ -54,7 +54,7 @@ def _perceptual(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _siamese(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Several calls of one model, one after another and one upon another."""
+    """Several calls of one model, in sequence and nested."""
     first, second = nets[0](x), nets[0](x.flip(0) * 0.5)
     again = nets[0](first)
     loss: Tensor = (first - second).square().mean() + (again * second).mean()
@@ -62,7 +62,7 @@ def _siamese(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _weighted_by_gradients(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Two losses, balanced by what their gradients are."""
+    """Two losses, weighted by their gradients."""
     y: Tensor = nets[0](x)
     losses = y.square().mean(), y.abs().mean()
     parameters = list(nets[0].parameters())
@@ -95,7 +95,7 @@ def test_loss(loss: Loss) -> None:
 
 
 def test_generator_and_discriminator() -> None:
-    """Alternating steps; the discriminator is called twice before its gradients are taken, and its spectral norms move in between."""
+    """Alternating steps; the discriminator is called twice before its gradients are taken, and its spectral norms change in between."""
     torch.manual_seed(0)
     pair = seeded(_net), _discriminator().double()
     options = sft.Options(tile=(5, 7))

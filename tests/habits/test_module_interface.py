@@ -1,4 +1,4 @@
-"""A compiled model is a module like any other: nothing in the user's loop changes."""
+"""A compiled model is a module: the user's loop does not change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_is_an_instance_of_the_model_s_class() -> None:
 
 
 def test_modules_that_it_makes_of_its_class_are_plain() -> None:
-    """Slices and sums of a Sequential are new modules of its class, which nobody has compiled."""
+    """Slices and sums of a Sequential are new modules of its class, which are not compiled."""
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)))
     net: Any = sft.compile(model, _SHAPE, options=_OPTIONS)
     x = image(*_SHAPE)
@@ -204,7 +204,7 @@ def test_pickle() -> None:
 
 
 def test_pickle_after_a_step() -> None:
-    """Cached programs, and states of an unfinished step, stay behind."""
+    """Cached programs, and states of an unfinished step, are not pickled."""
     _, net = _pair()
     y = net(image(*_SHAPE))
     twin = pickle.loads(pickle.dumps(net))
@@ -295,7 +295,7 @@ def test_an_input_that_is_not_contiguous() -> None:
 
 
 def test_output_gradient_that_is_expanded() -> None:
-    """``y.sum()`` sends back one number expanded to the output's shape; a transposed one is as good."""
+    """``y.sum()`` has the gradient of one number expanded to the output's shape; a transposed one is accepted, too."""
     model, net = _pair_of_residuals()
     for module in (model, net):
         module(image(*_SHAPE)).transpose(2, 3).sum().backward()

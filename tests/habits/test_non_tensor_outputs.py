@@ -1,4 +1,4 @@
-"""Non-tensor outputs of a model: numbers, texts, None, in any structure that torch.export knows."""
+"""Non-tensor outputs of a model: numbers, texts, None, in any structure that torch.export supports."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 
 def _norm_net() -> nn.Module:
-    # No bias before the norm: its gradient is rounding alone, which AdamW would scale up.
+    # No bias before the norm: its gradient is rounding error, which AdamW would scale up.
     return chain(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2))
 
 
@@ -58,7 +58,7 @@ def test_save_and_resume() -> None:
 
 
 def test_assigned_state_is_used() -> None:
-    """``assign=True`` puts new tensors in the parameters' place."""
+    """``assign=True`` replaces the parameters by new tensors."""
     _, net = pair()
     other = seeded(ConvNet, seed=5)
     net.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
@@ -99,7 +99,7 @@ def test_moving_average() -> None:
 
 @pytest.mark.parametrize("what", ["momentum", "activation", "stride", "flag", "untied"])
 def test_a_model_that_changes_after_its_first_step(what: str) -> None:
-    """A captured graph holds these as constants: the change must not go unnoticed."""
+    """A captured graph has these as constants: a change must be detected."""
 
     class Changing(nn.Module):
         def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_a_size_whose_programs_were_dropped_is_not_planned_again(monkeypatch: py
 
 
 class _Scaled(nn.Module):
-    """Counts times a plain attribute, whose type is that of the result."""
+    """Counts times a plain attribute, which determines the type of the result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def test_threads_that_capture_at_once_all_compute_what_eager_does(shared: bool) 
 
 
 def test_a_call_during_a_capture_is_not_captured() -> None:
-    """torch says in all threads that something is being exported."""
+    """torch reports an export to all threads."""
     inside, done = Event(), Event()
 
     class Slow(nn.Module):
@@ -75,7 +75,7 @@ def test_exclusive_access_ends_with_the_block() -> None:
 
 @pytest.mark.parametrize("is_file", [False, True])
 def test_threads_that_call_first_stream_the_weights_once(is_file: bool, tmp_path: Path) -> None:
-    """Weights move to where they are streamed from at the first call."""
+    """Weights move to the store of streamed weights at the first call."""
     for number in range(4):
         model = seeded(Residual).eval()
         x, begin = image(1, 3, 16, 24), Barrier(_NUM_THREADS)

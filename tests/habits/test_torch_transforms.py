@@ -1,4 +1,4 @@
-"""Other tools around a compiled model: they work, or say what to do instead."""
+"""Other tools around a compiled model: they work, or name a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _pair() -> tuple[nn.Module, Any]:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[nn.Module, Any]:
-    """One for the tests that leave it as it is."""
+    """Plain and compiled model for tests that do not change them."""
     return _pair()
 
 
@@ -82,7 +82,7 @@ def test_numbers_next_to_an_image(num_batch: int, value: Tensor) -> None:
         torch.testing.assert_close(net(x, value), model(x, value), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at all tensors that it meets
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler inspects all tensors
 def test_torch_compile_does_not_change_it() -> None:
     model, net = _pair()
     x = image(*_SHAPE)
@@ -157,7 +157,7 @@ def test_hooks_of_submodules_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", ["forward hook", "forward pre-hook", "full backward hook", "full backward pre-hook"])
 def test_hooks_of_all_modules_are_refused(kind: str) -> None:
-    """They ran for the root alone, without a word."""
+    """They would run for the root alone, without an error."""
     net = sft.compile(seeded(ConvNet), (2, 3, 20, 12))
     register = getattr(torch.nn.modules.module, f"register_module_{kind.replace(' ', '_').replace('-', '_')}")
     said = rf"\(all modules\): .*<lambda> is a {kind.removeprefix('full ')} of all modules.*remove it"
@@ -178,7 +178,7 @@ def test_half_precision_weights_want_half_precision_inputs() -> None:
 
 
 def test_a_layer_with_two_names_keeps_its_parameters() -> None:
-    """Asking eager PyTorch for the layout of the results puts fake tensors in their place for a while."""
+    """The trace of eager PyTorch's layouts replaces parameters by fake tensors for a while."""
     shared = nn.Conv2d(3, 3, 3, padding=1)
     model = seeded(lambda: chain(shared, nn.SiLU(), shared))
     own = list(model.parameters())
@@ -189,7 +189,7 @@ def test_a_layer_with_two_names_keeps_its_parameters() -> None:
 
 
 def test_a_plain_model_that_is_compiled_in_place_is_not_run() -> None:
-    """``model.compile()`` leaves its wrapper in the dictionary that both share; the compiled one must not run the plain model."""
+    """``model.compile()`` puts its wrapper into the dictionary that both share; the compiled model must not run the plain one."""
     model, net = _pair()
     x = image(*_SHAPE)
     plain: nn.Module = net._sft_engine.model
@@ -233,7 +233,7 @@ _PARAMETRIZATIONS = torch.nn.utils.parametrizations
 
 @pytest.mark.parametrize("reads_first", [False, True])
 def test_first_call_in_a_cache_of_parametrized_weights(reads_first: bool) -> None:
-    """The trace neither takes weights from the cache nor leaves its own there."""
+    """The trace neither reads weights from the cache nor writes its own."""
     model = seeded(lambda: _PARAMETRIZATIONS.weight_norm(nn.Conv2d(3, 4, 3)))
     net = sft.compile(copy.deepcopy(model), (None, 3, None, None), options=_OPTIONS)
     for module in (net, model):

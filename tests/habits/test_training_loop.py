@@ -20,7 +20,7 @@ from tests.helpers.models import Around, TinyUNet, chain, image, seeded
 
 
 class TwoHeads(nn.Module):
-    """Two outputs; the second gates the first, which therefore is an output and a cut at once."""
+    """Two outputs; the second gates the first, which is therefore an output and a cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_retain_graph() -> None:
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_output_that_the_loss_leaves_out_gives_no_gradient(used: int) -> None:
-    """Not zeros: an optimizer with momentum or weight decay moves a parameter whose gradient is zero."""
+    """Not zeros: an optimizer with momentum or weight decay changes a parameter with a gradient of zeros."""
     model, net = pair(TwoHeads)
     for module in (model, net):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.3)
@@ -99,13 +99,13 @@ def test_a_changed_output_that_the_backward_pass_reads() -> None:
     for module in (model, net):
         module.zero_grad()
         features, y = module(image(*SHAPE))
-        y.mul_(2)  # nobody needs this one
+        y.mul_(2)  # this one is not read
         (y.square().sum() + features.sum()).backward()
     assert_same_grads(net, model)
 
 
 def test_a_forgotten_result_frees_its_graph() -> None:
-    """Without a reference cycle that would hold the states of a step until the garbage collector runs."""
+    """Without a reference cycle that would keep the states of a step until a garbage collection."""
     _, net = pair(TwoHeads)
     gc.disable()
     try:
@@ -183,7 +183,7 @@ def test_accumulate_clip_step(set_to_none: bool) -> None:
 
 
 def test_optimizer_in_the_backward() -> None:
-    """A step for each parameter as soon as its gradient is there, which is then freed."""
+    """A step for each parameter as soon as its gradient exists, which is then freed."""
     model, net = pair()
     for module in (model, net):
 
@@ -211,7 +211,7 @@ def test_a_frozen_prefix_costs_nothing() -> None:
     frozen = plan_of(net, x)
     with torch.no_grad():
         inference = plan_of(net, x)
-    # The body runs once, forward, and keeps nothing; what is added is the gradient of the classifier's weight.
+    # The body runs once, forward, and keeps nothing; the backward pass adds the gradient of the classifier's weight.
     gradient_flops = 2 * 2 * 6 * 5
     assert frozen.flops == inference.flops + gradient_flops < training.flops
     assert frozen.projected_peak_bytes < inference.projected_peak_bytes + 1024 < training.projected_peak_bytes
@@ -263,7 +263,7 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
 
 
 class _PixelwiseHead(nn.Module):
-    """A linear map of every pixel's channels, as transformers write it: what it returns lies channels last."""
+    """A linear map of every pixel's channels, as in transformers: its result is channels last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class _PixelwiseHead(nn.Module):
 
 
 def test_results_of_permuted_models_have_the_layout_of_eager_pytorch() -> None:
-    """Who reads them as rows of pixels, without a copy, could not."""
+    """Otherwise a caller could not view them as rows of pixels without a copy."""
     model, x = seeded(_PixelwiseHead), image(*SHAPE)
     net, y = sft.compile(model, SHAPE, options=sft.Options(tile=(5, None))), model(x)
     assert net(x).stride() == y.stride() != y.contiguous().stride()
@@ -284,7 +284,7 @@ def test_results_of_permuted_models_have_the_layout_of_eager_pytorch() -> None:
 
 
 def test_converted_after_compile() -> None:
-    """``.to(memory_format=...)`` on the compiled model: the plan of before is not used again."""
+    """``.to(memory_format=...)`` on the compiled model: the earlier plan is not used again."""
     model, net = pair(TinyUNet)
     for module in (model, net):
         assert module(image(*SHAPE)).is_contiguous()
@@ -299,7 +299,7 @@ def test_converted_after_compile() -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
-    """The first call may be one for inference, which must leave nothing behind that a later step would use."""
+    """The first call may be one for inference, and must have no effect on later steps."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), nn.SiLU()))
     shape = (1, 3, 128, 16)
     net = sft.compile(copy.deepcopy(model), (1, 3, None, 16), options=sft.Options(tile=(8, 16)))
@@ -310,7 +310,7 @@ def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
             module.eval()
             with context():
                 x = image(*shape, seed=seed)
-                module(x)  # plans, which is not part of the measurement
+                module(x)  # plans, which is not measured
                 with sft.measure_peak("cpu") as peak:
                     y = module(x)
                 assert y.is_inference() == (context is torch.inference_mode)
@@ -336,7 +336,7 @@ def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
 
 
 def test_inference_tensors() -> None:
-    """As in eager PyTorch: fine for inference, refused by autograd in training."""
+    """As in eager PyTorch: accepted for inference, refused by autograd in training."""
     with torch.inference_mode():
         x = image(*SHAPE)
     model, net = pair()

@@ -30,7 +30,7 @@ def test_no_call_switches_cudnn_off() -> None:
     calls = {path: _flag_calls(text) for path, text in texts.items() if "cudnn" in text}
     assert sum(map(len, calls.values())) >= 2
     assert not [f"{path.relative_to(_ROOT)}:{call.lineno}" for path, each in calls.items() for call in each if not _leaves_cudnn_on(call)]
-    # A name of its own would hide a call from this test.
+    # An alias would hide a call from this test.
     assert not [path for path, text in texts.items() if "from torch.backends.cudnn import" in text]
 
 

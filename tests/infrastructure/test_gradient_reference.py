@@ -1,4 +1,4 @@
-"""The reference of gradients: where eager PyTorch is wrong, finite differences say so, and the tests' reference is right."""
+"""The reference of gradients: finite differences detect errors of eager PyTorch, and the tests' reference is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import image, seeded
 
 
 class _Tokens(nn.Module):
-    """A stem with batch norm, whose result is read as tokens: the gradient comes back with their strides."""
+    """A stem with batch norm and a result that is read as tokens: the gradient has their strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def _token_strides(gradient: Tensor) -> Tensor:
 
 
 def _norm_gradients(norm: nn.Module, *, is_repaired: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An input, the gradient of the output, and the input's gradient by eager PyTorch for it as it is, and with the strides of tokens."""
+    """Input, output gradient, and eager PyTorch's input gradients for a contiguous output gradient and for one in token layout."""
     x, gradient = image(1, 4, 3, 2).requires_grad_(), image(1, 4, 3, 2, seed=1)
     if is_repaired:
         with_contiguous_norm_gradients(norm)

@@ -1,4 +1,4 @@
-"""The helpers themselves: a rule that passes everything would make every other test worthless."""
+"""Helpers of tests: errors that they must detect."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_dag_prints_as_an_expression_that_rebuilds_it(data: st.DataObject) -> 
 
 
 def test_rounding_of_eager_detects_an_ill_conditioned_model() -> None:
-    """A norm of values that nearly agree divides by what they differ in; a convolution only adds."""
+    """A norm of nearly equal values divides by their differences; a convolution only adds."""
     x = torch.rand(1, 3, 6, 5, dtype=torch.float64)
     assert 0 < rounding_of_eager(nn.Conv2d(3, 3, 3), x, steps=1) < 1e-14
     assert rounding_of_eager(nn.BatchNorm2d(3, eps=1e-20), 1 + 1e-6 * x, steps=1) > 1e-11

@@ -1,4 +1,4 @@
-"""Imports: lazy names of the packages, modules that each entry point loads, and every module imported on its own."""
+"""Imports: lazy names of the packages, modules that each entry point loads, and every module imported alone."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _imports_at_load(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def test_every_module_can_be_imported_first() -> None:
-    """No module relies on another one that was loaded before it: the graph of the imports at load has no cycle."""
+    """No module depends on the load order: the graph of imports at load has no cycle."""
     trees: dict[str, ast.Module] = {}
     for folder, package in ((_ROOT / "sft", "sft"), (_ROOT / "analysis", "sft.analysis"), (_ROOT / "kernels", "sft.kernels")):
         for path in sorted(folder.rglob("*.py")):

@@ -96,8 +96,8 @@ def _gates() -> dict[str, list[Gate]]:
 
 
 def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
-    """Every way to split the convolutions of a class that a measured table may choose, but those down the rows, which have a test of
-    their own."""
+    """All splits of the convolutions of a class that a measured table may choose, without row-streaming ones, which have their own
+    test."""
     parts, matrix, gates = _conv(128, 128, dtype), numbers != "ieee", []
     pooled, taps = meta_image(128, dtype, (_ROWS // 2, _COLUMNS // 2)), meta_image(32, torch.uint8, (_ROWS // 2, _COLUMNS // 2))
     name: NumberFormat = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
@@ -141,7 +141,7 @@ def _pools(kernel: int) -> list[Gate]:
 
 
 def _names() -> list[str]:
-    """Gates by family and number: those that compile for anything."""
+    """Gates by family and number, if they have a target."""
     return [f"{family} {number}" for family, gates in _gates().items() for number, gate in enumerate(gates) if is_swept() or gate.when]
 
 

@@ -1,8 +1,8 @@
-"""Launches of all possible table entries: each class of the standard networks with a kernel, in every launch variant, recorded as
-``python -m sft tune`` would launch it, and compiled ahead of time for sm_80 and sm_90.
+"""Launches of all possible table entries: each class of the standard networks with a kernel, in every launch variant, recorded from
+``python -m sft tune`` and compiled ahead of time for sm_80 and sm_90.
 
-``SFT_KERNEL_SWEEP=1`` compiles (``make test-kernels``), network by network; launches that differ in nothing that the compiler sees are
-compiled once. ``-rP`` shows the counts."""
+``SFT_KERNEL_SWEEP=1`` compiles (``make test-kernels``), network by network; launches that are equal for the compiler are compiled once.
+``-rP`` shows the counts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RECORD = Path(__file__).with_name("table_registers.json")
 _NUMBERS = ("bfloat16", "float16", "float32", "tf32")
 #: kernels that multiply blocks
 _PRODUCTS = ("conv2d_kernel", "data_gradient_kernel", "weight_gradient_kernel", "row_streaming_kernel")
-#: costs of what was compiled before, by target and job
+#: costs of compiled code, by target and job
 _COSTS: dict[tuple[str, str], dict[str, int]] = {}
 
 _Launches = list[tuple[str, str, list[dict[str, Any]]]]
 
 
 def _collected(network: str, numbers: str, folder: Path, *, affected: bool = False, warp_groups: bool = True) -> _Launches:
-    """For each class and way to split it, both named, the launches."""
+    """Launches by class and split, both named."""
     job = {"network": network, "numbers": numbers, "affected": affected, "warp_groups": warp_groups}
     (found,) = compile_kernels([job], folder)
     launches: _Launches = found
@@ -57,7 +57,7 @@ def test_every_class_has_launches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("network", STANDARD_NETWORKS)
 def test_the_table_compiles_ahead_of_time(network: str, numbers: str, affected: bool, tmp_path: Path) -> None:
     launches = _collected(network, numbers, tmp_path, affected=affected)
-    # Old assemblers with the bug are for Hopper only. It has launches of its own.
+    # Old assemblers with the bug are for Hopper only, which has launches of its own.
     older = [] if affected else _collected(network, numbers, tmp_path, warp_groups=False)
     jobs: dict[str, dict[str, Any]] = {}
     cases: list[tuple[str, str]] = []

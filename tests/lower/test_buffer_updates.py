@@ -86,7 +86,7 @@ def test_buffers_outputs_and_gradients_are_those_of_the_model(options: dict[str,
 
 
 class _Counting(nn.Module):
-    """Buffers that a forward pass counts up: an integer, a vector, a number, and one that another operator reads."""
+    """Buffers that a forward pass increments: an integer, a vector, a number, and one with another reader."""
 
     steps: Tensor
     samples: Tensor

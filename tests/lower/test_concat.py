@@ -21,7 +21,7 @@ from tests.helpers.tilings import tiled_options
 
 
 class _DenseBlock(nn.Module):
-    """A dense block with given kernel sizes, order of concatenation, and detached layers."""
+    """A dense block with some kernel sizes, order of concatenation, and detached layers."""
 
     def __init__(
         self, kernels: tuple[int, ...], axes: int = 2, *, newest_first: bool = False, detached: frozenset[int] = frozenset()

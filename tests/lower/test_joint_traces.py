@@ -1,4 +1,5 @@
-"""Traces against real calls: dtype, shape and bytes of each result, forward and backward, for dtypes that ATen sums in different ones."""
+"""Traces against real calls: dtype, shape and bytes of each result, forward and backward, for dtypes with other accumulation types in
+ATen."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]]
     "cdist": (torch.cdist, ((2, 5, 3), (2, 6, 3))),
     "binary_cross_entropy": (lambda x, y: F.binary_cross_entropy_with_logits(x, y), (_IMAGE, _IMAGE)),
 }
-#: No kernels for bfloat16 on the CPU.
+#: Functions without kernels for bfloat16 on the CPU.
 _NOT_IN_HALF = ("cdist",)
 
 
@@ -87,7 +88,7 @@ def _run(trace: JointTrace, inputs: list[Tensor]) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "batch_norm"])
 def test_statistics_of_norms_with_weights_in_single_precision(name: str, dtype: torch.dtype) -> None:
-    """As under autocast: the kernels on fake tensors return half the bytes."""
+    """As under autocast: kernels on fake tensors return half of the bytes."""
     function, (image, *weights) = _FUNCTIONS[name]
     specs = [ArgumentSpec(image, dtype, True), *(ArgumentSpec(shape, torch.float32, True) for shape in weights)]
     assert _run(trace_joint(function, specs), [torch.rand(spec.shape).to(spec.dtype) for spec in specs]) == []

@@ -64,7 +64,7 @@ class _Twice(nn.Module):
 
 
 class _MadeWeight(nn.Module):
-    """The weight is a result of an operator."""
+    """A norm with a computed weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def _step(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _total_error(values: list[Tensor], truth: list[Tensor]) -> float:
-    """Sum of relative errors: those of single tensors scatter."""
+    """Sum of relative errors, since those of single tensors vary."""
     return sum(float((value - true).norm() / true.norm().clamp_min(1e-6)) for value, true in zip(values, truth, strict=True))
 
 
@@ -258,7 +258,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     tile=st.sampled_from([None, None, (4, None), (5, 7)]),
 )
 def test_any_mixture_is_exact(shape: tuple[int, int, int, int], kinds: list[str], tile: tuple[int, int | None] | None) -> None:
-    """Also if some nodes of a norm are tiled and some not."""
+    """Also if only some nodes of a norm are tiled."""
     made = {"plain": {}, "no affine": {"affine": False}, "no statistics": {"track_running_stats": False}}
     norms = [nn.BatchNorm2d(4, **made[kind]) for kind in kinds]
     options = sft.Options() if tile is None else sft.Options(tile=tile)

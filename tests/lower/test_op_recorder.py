@@ -48,7 +48,7 @@ def _cell(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _writes_in_place(x: Tensor, weight: Tensor) -> Tensor:
-    """Writes in place into a result, and through a view of it."""
+    """In-place writes to a result, and through a view of it."""
     made = x @ weight
     made.add_(1.0).mul_(weight.sum())
     made[0].mul_(2.0)
@@ -56,7 +56,7 @@ def _writes_in_place(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _uses_several_results(x: Tensor, weight: Tensor) -> Tensor:
-    """Reads two of three results of a call."""
+    """A function that reads two of three results of a call."""
     first, _, last = torch.linalg.svd(x @ weight, full_matrices=False)
     made: Tensor = first.abs() @ last.abs()
     return made
@@ -91,7 +91,7 @@ def test_dead_calls_are_dropped() -> None:
 
 
 def test_reading_a_tensor_from_outside_is_refused() -> None:
-    """A cached trace would hold the tensor of the first model that has such an operator."""
+    """A cached trace would keep the tensor of the first model with such an operator."""
     constant = torch.ones(4)
     with pytest.raises(InternalError, match="neither its operand nor made by one of its calls"):
         trace_joint(lambda x: x * constant, [ArgumentSpec((4,), torch.float32, True)])

@@ -99,6 +99,6 @@ def test_fragments_that_strips_share_are_lowered_once() -> None:
     programs = [segment.program(kind, int(index), sweep) for kind in _KINDS for index in first]
     num_passes = [2 * len(first) if kind == "joint" else len(first) for kind in _KINDS]
     lowered_alone = sum(num_passes) * len(segment.scope.names)
-    # Strips differ while rows arrive at one layer after the other; what a layer does differs for its first and last rows alone.
+    # Strips differ while rows reach one layer after another; the fragment of a layer differs only for its first and last rows.
     assert len(first) == 14 and len(programs) == 42
     assert segment._lowering(sweep).num_fragments < lowered_alone / 4

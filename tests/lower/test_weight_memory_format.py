@@ -80,7 +80,7 @@ def test_gradients_of_contiguous_weights_are_not_copied_where_layouts_are_left_t
 
 
 def test_a_weight_in_a_new_layout_gets_a_new_plan() -> None:
-    """Its gradient has the weight's layout, and is right, before and after."""
+    """Its gradient has the weight's layout and is exact, before and after."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()
     plain = copy.deepcopy(model)
     net = sft.compile(model, (2, 3, 12, 10), budget="1GiB")
@@ -155,7 +155,7 @@ def test_weights_of_volumes_that_are_channels_last(make: Callable[..., nn.Module
 @pytest.mark.parametrize("tile", [None, (4, None), (5, 16)])
 @pytest.mark.parametrize(("channels", "groups"), [(3, 1), (8, 1), (15, 1), (16, 1), (32, 4)])
 def test_strided_pointwise_convolutions_of_few_channels(channels: int, groups: int, tile: tuple[int, int | None] | None) -> None:
-    """Their weight gradient is computed from a copy of the pixels read: oneDNN's own, for channels-last images, crashes the process."""
+    """Their weight gradient is computed from a copy of the read pixels: oneDNN's own, for channels-last images, crashes the process."""
     model = seeded(lambda: chain(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 8, 1, 2, groups=groups), nn.ReLU())).float()
     for call in (i for program in plain_programs(_problem(copy.deepcopy(model), 64)) for i in program.instructions):
         if call.function is aten.convolution_backward.default:

@@ -32,7 +32,7 @@ class _Function(nn.Module):
 
 
 class _Weighted(nn.Module):
-    """Class weights as a buffer, as in a user's own loss."""
+    """A user's loss with class weights as a buffer."""
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_any_size(axes: int, extents: tuple[int, ...], batch: int, tile: tuple[i
 
 
 def test_neither_the_output_nor_its_gradient_is_whole() -> None:
-    """64 classes of a narrow network: plain PyTorch holds the output, its logarithm and its gradient; ours a few strips."""
+    """64 classes of a narrow network: plain PyTorch stores the output, its logarithm and its gradient; the compiled model a few strips."""
     num_classes, size = 64, 192
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, num_classes, 1))
     loss = _Function(lambda y, t: F.cross_entropy(y, t) + sft.nn.DiceLoss()(y, t))
@@ -210,7 +210,7 @@ class _Deep(nn.Module):
 
 @pytest.mark.parametrize("container", [lambda y, z: (y, z), lambda y, z: {"out": y, "aux": z}], ids=["tuple", "dict"])
 def test_the_channel_of_labels_of_several_outputs(container: Callable[[Tensor, Tensor], Any]) -> None:
-    """A loss of all outputs gets labels without their channel where its cross-entropies refuse it."""
+    """A loss of all outputs gets labels without their channel if its cross-entropies refuse the channel."""
 
     def loss(outputs: Any, target: Tensor) -> Tensor:
         first, second = outputs.values() if isinstance(outputs, dict) else outputs
@@ -233,7 +233,7 @@ def test_a_loss_of_one_output_names_the_outputs(loss: nn.Module) -> None:
 
 
 class _Shapes(nn.Module):
-    """A loss that notes the shapes of its targets, and takes those of one number of dimensions."""
+    """A loss that records the shapes of its targets, and accepts one number of dimensions."""
 
     def __init__(self, *accepted: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class _Shapes(nn.Module):
     ],
 )
 def test_the_channel_of_labels(target_dims: int, accepted: tuple[int, ...], keep_channel: Any, received: Any) -> None:
-    """As given where the loss takes it; the other form only where it refuses, or where the caller says so."""
+    """Targets are passed unchanged if the loss accepts them; the other form only after a refusal, or on request."""
     loss, x, labels = _Shapes(*accepted), image(2, 3, 12, 8), _labels(2, 12, 8)
     target = labels if target_dims == 3 else labels[:, None]
     model = sft.nn.WithLoss(_network(), loss, keep_channel=keep_channel).double()
@@ -318,7 +318,7 @@ def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
 def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str) -> None:
-    """ATen returns some of their results in storage for all elements; as in a VQ-VAE, which compares codes twice."""
+    """ATen returns some of their results in storage for all elements, as in a VQ-VAE, which compares codes twice."""
 
     def loss(a: Tensor, b: Tensor) -> Tensor:
         if name == "binary_cross_entropy":

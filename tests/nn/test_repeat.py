@@ -1,4 +1,4 @@
-"""Chains of repeated blocks: the same bits as eager PyTorch for every schedule, and the habits of users of such a module."""
+"""Chains of repeated blocks: the same bits as eager PyTorch for every schedule, and common uses of such a module."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_same_bits_as_eager_within_the_budget(kind: str, strategy: Any) -> N
 
 
 class RecurrentBlock(nn.Module):
-    """A block whose forward call of oneDNN computes the workspace of its derivative only in grad mode."""
+    """A recurrent block, for which oneDNN computes the workspace of the derivative only in grad mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ class _Returns(nn.Module):
 
 
 class _Power(nn.Module):
-    """Its output depends on a buffer that it changes."""
+    """A block with an output that depends on a buffer that it changes."""
 
     u: Tensor
 

@@ -1,4 +1,4 @@
-"""Streamed weights on several ranks: updates by the mean of their gradients, a share of the state on each, all of them or none."""
+"""Streamed weights on several ranks: updates by the mean of their gradients, sharded state, and steps of all ranks or of none."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _fails_on_all_or_none(rank: int) -> None:
         ours.step()
     ours.zero_grad()
     assert unchanged() and part.blocks.store.generation == 0
-    _backward(model, 0, [rank], 1.0)  # all ranks are still there
+    _backward(model, 0, [rank], 1.0)  # all ranks are alive
     _backward(plain, 0, range(_NUM_RANKS), 1 / _NUM_RANKS)
     for optimizer in (ours, theirs):
         optimizer.step()
@@ -254,7 +254,7 @@ def _begin_alike(rank: int) -> None:
 
 
 class Other:
-    """An update that is not known to be elementwise."""
+    """An update without the property of being elementwise."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(SGDUpdate(), name)

@@ -163,7 +163,7 @@ def test_sparse_gradients_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_learning_rate_may_be_a_tensor(kind: str, dtype: torch.dtype) -> None:
-    """Its type's arithmetic is torch's, to the last bit."""
+    """Its arithmetic has the bits of torch."""
     ours, theirs = _params(torch.float64), _params(torch.float64)
     for make, params in ((_ours(kind), ours), (_theirs(kind), theirs)):
         _train(make(params, lr=torch.tensor(0.07, dtype=dtype)), params, range(4))

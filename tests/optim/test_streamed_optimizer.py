@@ -57,7 +57,7 @@ def test_the_same_bits_as_torch(kind: str, two_phase: bool, where: str, tmp_path
                 schedule.step()
             assert all(param.grad is None for param in net.parameters())
         assert_same(net, resident)
-        # The state goes both ways, and is torch's.
+        # State dicts load in both directions, and equal torch's.
         assert same_state(ours.state_dict(), theirs.state_dict())
         saved = copy.deepcopy(theirs.state_dict())
         take_step(net, ours, 3, name)
@@ -75,7 +75,7 @@ def test_a_step_with_updates_has_the_projected_bytes(name: str, where: str, tmp_
     x = x_of(name)
     without = net.plan_for(x)
     if where == "disk":
-        # what the next move reads is on its way
+        # the weights of the next move are being copied
         assert without.weights_peak_bytes > pair_of(name)[0].plan_for(x).weights_peak_bytes
     for two_phase in (False, True):
         optimizer = streamed_optimizer("adamw", net, two_phase=two_phase)
@@ -337,7 +337,7 @@ def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_p
                 assert x.grad is not None
                 found = x.grad
             assert all(param.grad is None for param in model.parameters())
-            model.load_state_dict(before)  # statistics of norms moved
+            model.load_state_dict(before)  # statistics of norms have changed
             model((x + 0.1 * found.sign()).detach()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -345,7 +345,7 @@ def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_p
 
 
 def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> None:
-    """Otherwise its bytes would be reused while the copy still writes them."""
+    """Otherwise its bytes would be reused during the copy."""
     net, _ = pair_of("mlp")
     owner = net._sft_engine.stream_weights()
     weights = WeightPass(device=torch.device("cpu"), store=owner.store, records={"w": 0}, paths={"w": "w"}, counters=owner.counters)

@@ -1,9 +1,9 @@
 """Build the sdist, build the wheel from it, install that wheel in an empty environment elsewhere, and import it.
 
-Run by ``make package``, not by pytest. It catches what no test in a checkout can: a lost link, a changed build backend,
-a file that only the checkout has. The new environment finds the dependencies through a path entry to this one's
-site-packages (a path entry does not follow the .pth files in there, so the editable install stays invisible), and the
-import check asserts that every file of ours comes from the wheel, in a folder that contains a clone named ``sft`` as well.
+Run by ``make package``, not by pytest. It detects errors that no test in a checkout can: a lost link, a changed build backend, a file that
+only the checkout has. The new environment finds the dependencies through a path entry to this one's site-packages (a path entry does not
+follow the .pth files in there, so the editable install stays invisible), and the import check asserts that every file of ours comes from
+the wheel, in a folder that contains a clone named ``sft`` as well.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _check_files(wheel: Path) -> None:
 
 
 def _install_and_import(wheel: Path, scratch: Path) -> None:
-    """Install the wheel into an empty environment and import it with the repository out of sight."""
+    """Install the wheel into an empty environment and import it without the repository on the path."""
     home = scratch / "venv"
     venv.create(home, symlinks=True)
     names = {"base": str(home), "platbase": str(home)}

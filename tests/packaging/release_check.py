@@ -1,6 +1,6 @@
 """Check a release before it is published: sdist, wheel, metadata, README, and an installation of each extra in a clean environment.
 
-Run by ``make release-check``. It builds the sdist and from it the wheel, and checks what no test in a checkout can:
+Run by ``make release-check``. It builds the sdist and from it the wheel, and checks properties that no test in a checkout can:
 
 - the sdist has no links, no absolute names and none with ``..``, and has the license and the README;
 - sdist and wheel state the version and the extras of the checkout, and no requirement with a URL, which the index refuses;
@@ -46,8 +46,8 @@ class Outcome:
 
     Attributes:
         name: the check.
-        status: ``"ok"``, ``"failed"``, or ``"not checked"`` where this machine lacks the means.
-        detail: reason, or what was checked.
+        status: ``"ok"``, ``"failed"``, or ``"not checked"`` if this machine lacks the means.
+        detail: reason, or the checked items.
     """
 
     name: str
@@ -84,7 +84,7 @@ def metadata_problems(metadata: Message, project: dict[str, object], version: st
 
 
 def readme_problems(text: str, root: Path) -> list[str]:
-    """Relative links of the README that lead to no file of the repository."""
+    """Relative links of the README without a file in the repository."""
     return [f"README.md links to {target}, which does not exist" for target in _relative_links(text) if not (root / target).exists()]
 
 

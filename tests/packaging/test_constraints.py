@@ -1,4 +1,4 @@
-"""``constraints.txt`` names every distribution that an installation with all extras brings."""
+"""``constraints.txt`` names every distribution of an installation with all extras."""
 
 from __future__ import annotations
 

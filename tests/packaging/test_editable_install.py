@@ -109,7 +109,7 @@ def test_command_line_next_to_the_clone(installation: _Installation) -> None:
 
 
 def test_only_one_name_is_importable(installation: _Installation, tmp_path: Path) -> None:
-    """Other folders of the clone hide no package of that name, and are not taken for one."""
+    """Other folders of the clone hide no package of that name, and are not importable."""
     names = ("analysis", "kernels", "tests", "examples", "benchmarks", "docs")
     code = f"import importlib.util\nprint([name for name in {names} if importlib.util.find_spec(name)])"
     assert installation.run("-c", code, folder=tmp_path).strip() == "[]"

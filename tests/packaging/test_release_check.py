@@ -1,4 +1,4 @@
-"""Parts of the check of a release: each finds the fault that it is for. ``make release-check`` runs the check itself."""
+"""Functions of the release check detect their faults. ``make release-check`` runs the check itself."""
 
 from __future__ import annotations
 

@@ -103,13 +103,13 @@ def test_a_plan_that_does_not_fit_here_is_refused() -> None:
     with pytest.raises(sft.BudgetError, match="plan that was given") as refused:
         sft.compile(model, _SHAPE, budget=plan.total_bytes - 1, plan=plan)
     assert refused.value.needed_bytes == plan.total_bytes
-    assert sft.compile(model, _SHAPE, plan=plan).plan == plan  # its own budget, where none is named
+    assert sft.compile(model, _SHAPE, plan=plan).plan == plan  # the plan's own budget by default
 
 
 def test_a_gigapixel_image_fits_or_the_error_names_the_smallest_budget(pooled_vgg16: nn.Module) -> None:
     plan = sft.plan(pooled_vgg16, (1, 3, 20_480, 20_480), budget="11GiB")
     assert plan.total_bytes <= 11 * 2**30
-    assert plan.redundancy < 5 / 3  # forward, once again for the strips, and at most once more for the states between
+    assert plan.redundancy < 5 / 3  # forward, once more for the strips, and at most once more for the states in between
     needed = least_budget(pooled_vgg16, (1, 3, 100_000, 100_000))
     assert 3 * 4 * 100_000**2 < needed < 2 * 3 * 4 * 100_000**2  # the image itself is most of it
     assert sft.plan(pooled_vgg16, (1, 3, 100_000, 100_000), budget=needed).total_bytes == needed
@@ -129,7 +129,7 @@ _DEEP = pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(
 
 @_DEEP
 def test_grids_count_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
-    """Compared at the sampled heights. Regression: taking all strips for middle ones it was off by a tenth, at low heights threefold."""
+    """At the sampled heights. Regression: with all strips counted as middle ones the error was a tenth, and threefold at low heights."""
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
     grid = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"))
     num_compared = 0

@@ -51,7 +51,7 @@ def test_planning_runs_no_collection_and_restores_the_collector(monkeypatch: pyt
     gc.disable()
     try:
         sft.plan(model, _SHAPE, budget="1GiB")
-        assert not gc.isenabled()  # who switched it off wants it to stay so
+        assert not gc.isenabled()  # a collector that was off stays off
         with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
@@ -71,7 +71,7 @@ def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
     try:
         with gc_paused():
             kept.append([0])
-        assert id(kept) not in map(id, gc.get_objects())  # what others keep out of the collector's sight stays there
+        assert id(kept) not in map(id, gc.get_objects())  # objects that were frozen before stay frozen
     finally:
         gc.unfreeze()
 
@@ -104,7 +104,7 @@ def test_no_search_runs_if_plain_pytorch_fits(monkeypatch: pytest.MonkeyPatch) -
     plain_bytes = net.plan.total_bytes
     for options in (sft.Options(tile=(8, None)), sft.Options(state_every=2), sft.Options(host_budget="1GiB")):
         sft.plan(model, (1, 3, 96, 64), budget=plain_bytes, options=options)
-    assert count == 2  # with a host nothing is gained either; the others are asked for
+    assert count == 2  # host memory gains nothing, either; the other strategies are requested
     assert sft.plan(model, (1, 3, 96, 64), budget=plain_bytes).segments == net.plan.segments
     sft.plan(model, (1, 3, 96, 64), budget=plain_bytes - 1)
     assert count > 2
@@ -112,7 +112,7 @@ def test_no_search_runs_if_plain_pytorch_fits(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("share", [0.6, 0.8])
 def test_a_plan_does_not_depend_on_the_sizes_before_it(share: float) -> None:
-    """A training run continued at another size must have the same bits."""
+    """A training run that continues at another size must have the same bits."""
     model, shapes = seeded(Residual), [(1, 3, 288, 64), (1, 3, 192, 96), (1, 3, 416, 64)]
     alone = [sft.plan(model, shape, budget="1GiB").total_bytes for shape in shapes]
     budget = int(share * min(alone))
@@ -221,7 +221,7 @@ def test_untiled_costs_are_computed_once_for_all_grids(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(survey, "suffix_peaks", counted)
     monkeypatch.setattr(planner, "CandidateGrid", Counting)
-    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # each remedy is a problem of its own
+    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # each remedy is a separate problem
     with pytest.raises(sft.BudgetError):
         sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
     assert num_grids > 6
@@ -238,7 +238,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
         return carry_out(*arguments)
 
     monkeypatch.setattr(planner, "materialize", noted)
-    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # remedies are plans of their own
+    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # remedies are separate plans
     with torch.device("meta"):
         model = vgg16(10)
     with pytest.raises(sft.BudgetError) as refused:

@@ -52,7 +52,7 @@ def test_no_stage_ends_within_a_norm() -> None:
     for name in affine:
         scale_shift = graph[graph[name].argument("scale_shift").name]
         assert stage_of[name] == stage_of[scale_shift.name] == stage_of[scale_shift.argument("moments").name]
-    # Nothing is lost, and everything stands behind what it reads.
+    # All operators are there, each after its operands.
     assert {*stage_of, *asides, *staged.problem.sized.phases.prologue} == set(staged.problem.sized.operators)
     place = {name: number for number, name in enumerate(stage_of)}
     assert all(place[operand] < place[name] for name in place for operand in graph[name].operands if operand in place)
@@ -65,5 +65,5 @@ def test_the_stage_after_a_head_follows_all_its_operators() -> None:
         head = [*staged.problem.sized.phases.prologue, *main[:place]]
         assert staged.stage_after(head) == stage
         if place:
-            assert staged.stage_after([*head[:-1], main[-1]]) is None  # as many, but not these
+            assert staged.stage_after([*head[:-1], main[-1]]) is None  # as many, but others
             assert staged.stage_after([*head, *staged.buffer_updates[stage - 1]]) == stage

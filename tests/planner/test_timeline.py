@@ -27,7 +27,7 @@ _SHAPE = (2, 3, 40, 24)
 
 
 class _Model(nn.Module):
-    """Two phases of strips, and a tail on whole tensors."""
+    """Two phases of strips, and a tail on full tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_idle_seconds_are_waits_for_copies() -> None:
         ("F0+", 1.0, 0, ()),
         (">x", 5.0, 8, ()),  # from 1 to 6
         ("F1+", 2.0, 0, ()),
-        ("~x", 0.0, 0, ()),  # at 3, through at 6: three seconds
+        ("~x", 0.0, 0, ()),  # from 3, complete at 6: three seconds
         ("L", 0.0, 0, ()),
         ("<x", 4.0, 8, ()),  # from 6 to 10
         ("B1", 3.0, 0, ()),

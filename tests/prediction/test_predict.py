@@ -1,4 +1,4 @@
-"""`sft.predict`: files equal the network's prediction on the full image, open in the programs of their formats, and appear as a whole."""
+"""`sft.predict`: files equal the network's prediction on the full image, open in programs of their formats, and appear atomically."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_simplified_polygons_are_near_the_exact_ones(net: Segmenter, pixels: npt
 
 
 class Failing(NpyWriter):
-    """Writer whose disk is full after some rows."""
+    """Writer with a disk that is full after some rows."""
 
     def write(self, rows: RasterRows) -> None:
         raise sft.SourceError(28, "cannot write: no space left on device")

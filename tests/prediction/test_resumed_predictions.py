@@ -1,4 +1,4 @@
-"""Interrupted predictions: the next call goes on below the rows of the journal, with the bits of a call that was not interrupted."""
+"""Interrupted predictions: the next call continues below the rows of the journal, with the bits of an uninterrupted call."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_damaged_records_are_dropped(
 
 
 def test_a_complete_journal_needs_no_computation(net: nn.Module, pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:
-    """A process that is killed while its files are completed, or moved."""
+    """For a process that is killed while its files are completed, or moved."""
     journal = interrupt(net, ArrayImage(pixels), tmp_path, HEIGHT // 4)
     resumed = sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy", resume=journal)
     assert resumed.num_resumed_rows == HEIGHT // 4 and (resumed.reading is None or resumed.reading.forward.num_rows_read == 0)
@@ -253,7 +253,7 @@ def test_the_journal_lies_next_to_the_first_file(net: nn.Module, pixels: npt.NDA
     assert journal.name.startswith(".partial-") and journal.name.endswith(".rows")
     assert sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy", resume=True).num_resumed_rows >= 20
     assert [path.name for path in tmp_path.iterdir()] == ["map.npy"]
-    with pytest.raises(sft.InputError, match="float16"):  # nothing was computed, so nothing stays
+    with pytest.raises(sft.InputError, match="float16"):  # nothing was computed, so no file remains
         sft.predict(net, ArrayImage(pixels), tmp_path / "map.ome.tif", kind="values", dtype="float16", resume=True)
     assert [path.name for path in tmp_path.iterdir()] == ["map.npy"]
 

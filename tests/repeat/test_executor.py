@@ -1,4 +1,4 @@
-"""The executor of repeated blocks follows its schedule, as simulated and as counted by closed forms."""
+"""The executor of repeated blocks follows its schedule, with simulated bytes and counts of closed forms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _programs() -> BlockPrograms:
 
 
 def _run(net: Repeat, programs: BlockPrograms, plan: RepeatPlan, x: Tensor) -> tuple[Tensor, list[str], list[int]]:
-    """Run a step with a given plan; the output, the operations that were run, and the blocks that were read."""
+    """Run a step with a plan; returns the output, the executed operations, and the blocks that were read."""
     executed: list[str] = []
     loads: list[int] = []
     params = dict(net.block.named_parameters())

@@ -195,7 +195,7 @@ def test_states_of_blocks_wait_on_the_host_between_the_passes() -> None:
 
 
 def _same_step(net: Any, eager: Any) -> None:
-    """A step of both, from equal parameters."""
+    """Compare a step of both models, from equal parameters."""
     x, y = (image(*_SHAPE).requires_grad_() for _ in range(2))
     net.zero_grad()
     eager.zero_grad()
@@ -315,7 +315,7 @@ def test_modes_sizes_and_copies() -> None:
         torch.testing.assert_close(net(x), model(x))
         torch.testing.assert_close(net(x[..., :40]), model(x[..., :40]))
     count = len(captured)
-    model(x)  # what the blocks remember of calls of their own changes nothing for the model
+    model(x)  # earlier calls of the blocks alone do not affect the model
     net(x)
     assert len(captured) == count
     assert torch.equal(copy.deepcopy(net)(x), net(x))

@@ -254,7 +254,7 @@ def test_training_continues_from_a_file(tmp_path: Path) -> None:
     again = _optimizer("adamw", fresh)
     fresh.load_state_dict(rest, strict=False)
     others = {key: value for key, value in state["state"].items() if key < 2 or key >= len(state["param_groups"][0]["params"]) - 2}
-    for key, value in others.items():  # of the parameters that are in no file
+    for key, value in others.items():  # parameters that are in no file
         again.state[again.param_groups[0]["params"][key]] = value
     counted = fresh.state_dict()
     plain(_batch(2))
@@ -458,7 +458,7 @@ def test_streamed_modules_are_loaded_moved_and_closed(tmp_path: Path) -> None:
     with pytest.raises(sft.InputError, match="already"):
         repeat.stream("3KiB")
     streamed = repeat.streamed
-    assert streamed is not None  # what was loaded is in the file with the next generation
+    assert streamed is not None  # the loaded values are in the file with the next generation
     assert not torch.equal(DiskStore.open(tmp_path / "w").record(0), streamed.store.record(0))
     repeat.close()
     assert repeat.streamed is None
@@ -520,7 +520,7 @@ def test_a_dynamic_scale_continues() -> None:
     assert again.loss_scale.value == 2.0**15
     torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()]).load_state_dict(
         {**state, "state": {}}
-    )  # which it leaves alone
+    )  # it does not change them
 
 
 @pytest.mark.parametrize(("kind", "setting", "value"), [("sgd", "momentum", 0.9), ("adamw", "amsgrad", True)])

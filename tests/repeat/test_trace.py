@@ -12,7 +12,7 @@ from sft.repeat.trace import BlockTrace, TensorMeta, trace_block
 
 
 class _WritesInPlace(nn.Module):
-    """Writes in place through a view and into a buffer; multiplies by a Python constant."""
+    """A block that writes in place through a view and into a buffer, and multiplies by a Python constant."""
 
     count: Tensor
 

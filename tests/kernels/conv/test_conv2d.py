@@ -121,7 +121,7 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
 
 
 def _parts(extent: int, *, one: bool) -> list[range]:
-    """An axis in three tiles of different sizes (top, middle, bottom), or whole."""
+    """An axis in three tiles of different sizes (top, middle, bottom), or untiled."""
     return [range(extent)] if one else [range(extent // 3), range(extent // 3, extent // 3 + 2), range(extent // 3 + 2, extent)]
 
 
@@ -183,7 +183,7 @@ def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
 @needs_triton
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
-    """In tiles and whole in fp32, whole in fp16 and bf16; the tiles have the bits of the whole."""
+    """Tiled and untiled in fp32, untiled in fp16 and bf16; tiles have the bits of the untiled result."""
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range], bool]] = []
 
@@ -237,7 +237,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
 
 @needs_triton
 def test_a_tile_adds_to_its_slots_or_replaces_them(tmp_path: Path) -> None:
-    """A second tile adds to the first one's slots, unless it replaces what they have."""
+    """A second tile adds to the first one's slots, or replaces their content."""
     layer = _LAYERS[1]
     problem = _problem(layer, torch.float32)
     (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)

@@ -61,7 +61,7 @@ def _problem(dtype: torch.dtype) -> _Problem:
         return y, dict(zip(("dx", "dw", "db"), torch.autograd.grad(y, (x, weight, bias), dense), strict=True))
 
     y, _ = linear(lambda t: t.clone(), None)
-    # The largest of the values that are stored, as PyTorch would have it, and the gradient that they get.
+    # The largest stored values, as in PyTorch, and their gradient.
     stored = y.detach().to(dtype).relu().double().requires_grad_()
     maxima = F.max_pool2d(stored, 2)
     (spread,) = torch.autograd.grad(maxima, stored, parts["dy"])
@@ -163,8 +163,8 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @needs_triton
 def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
-    """Operands are materialized for assemblers that multiply computed ones wrongly: results have the same bits,
-    except sums over pixels, which begin with other pixels in each slot where a last column has no maximum."""
+    """Operands are materialized for assemblers that multiply computed ones wrongly. Results have the same bits,
+    except sums over pixels: their slots begin with other pixels if the last column has no maximum."""
     problem, dtype, geometry = _problem(torch.float16), torch.float16, _whole()
     parts = problem.parts
     maxima, taps = _maxima_and_taps(problem, dtype)

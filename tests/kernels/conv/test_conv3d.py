@@ -32,7 +32,7 @@ class _Layer:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of the output."""
+        """Size of the output."""
         return tuple(window.outputs(extent) for window, extent in zip(self.windows, self.extents, strict=True))
 
 
@@ -89,7 +89,7 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
             y = y * leaves["scale"].view(-1, 1, 1, 1) + leaves["bias"].view(-1, 1, 1, 1) + leaves["residual"]
         gradients = torch.autograd.grad(y if mask is None else y * mask, list(leaves.values()), sign(parts["dy"]))
         named = dict(zip(leaves, gradients, strict=True))
-        # The kernel of the weight's gradient knows no scale, and that of the data takes a weight with the scale in it.
+        # The kernel of the weight's gradient has no scale, and that of the data takes a scaled weight.
         scale = named.pop("scale", None)
         if layer.fused:
             named["weight"] = named["weight"] / leaves["scale"].detach().view(-1, 1, 1, 1, 1)
@@ -104,7 +104,7 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
 
 
 def _geometry(layer: _Layer, part: tuple[range, range, range], *, adjoint: bool = False) -> VolumeGeometry:
-    """Of one tile of the output, or of the input for the adjoint; its source buffer is one slice larger than it needs to be."""
+    """Geometry of one tile of the output, or of the input for the adjoint; its source buffer has one more slice than necessary."""
     axes = []
     for extent, window, inner in zip(layer.extents, layer.windows, part, strict=True):
         length = window.outputs(extent)
@@ -131,7 +131,7 @@ def _filled(volume: Tensor, spans: list[Span], dtype: torch.dtype) -> Tensor:
 
 
 def _parts(size: tuple[int, ...], *, one: bool) -> list[tuple[range, range, range]]:
-    """Strips of different depths, the last in two panels; or the whole."""
+    """Strips of different depths, the last in two panels; or the full volume."""
     depth, height, width = size
     if one:
         return [(range(depth), range(height), range(width))]
@@ -181,7 +181,7 @@ def _weight(layer: _Layer, problem: _Problem, part: tuple[range, range, range], 
 @needs_triton
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
-    """In tiles and whole in fp32, the first layer whole in half precision; the tiles have the bits of the whole."""
+    """Tiled and untiled in fp32, the first layer untiled in half precision; tiles have the bits of the untiled result."""
     blocks: dict[str, Any] = {"precision": "ieee", "blocks": BlockSizes(pixels=256, channels=32, inner=32)}
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []

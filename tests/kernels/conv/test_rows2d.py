@@ -1,4 +1,4 @@
-"""The convolution that streams down the rows, and its gradient: the bits of the implicit matrix product, tiled and untiled."""
+"""The convolution that streams along rows, and its gradient: the bits of the implicit matrix product, tiled and untiled."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_interpreted_maxima(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Plain and under a ReLU; tiles have the bits of the whole, zero in rows that are not the image's."""
+    """Plain and under a ReLU; tiles have the bits of the untiled result, and zeros in rows outside of the image."""
     problem, jobs, num_in = _problem(dtype), [], _CHANNELS[0]
     y = F.conv2d(problem.x, problem.weight, problem.bias, padding=1).to(dtype).relu()
     tiles = [_WHOLE, *(_TILES[1::2] if dtype == torch.float32 else [])]
@@ -177,7 +177,7 @@ def test_interpreted_buffers_beyond_the_border(tmp_path: Path) -> None:
 
 @needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
-    """For Hopper alone, whose products take the weight from shared memory: elsewhere it would have to be in registers."""
+    """For Hopper alone, where products read the weight from shared memory; on other GPUs it would be in registers."""
     half, geometry = torch.bfloat16, Geometry.whole((256, 4096), *_WINDOWS)
     image, pooled, taps = meta_image(64, half), meta_image(64, half, (128, 2048)), meta_image(16, torch.uint8, (128, 2048))
     weight, bias = torch.empty(64, 3, 3, 64, dtype=half, device="meta").permute(0, 3, 1, 2), torch.empty(64, device="meta")

@@ -43,7 +43,7 @@ def _case(size: tuple[int, ...], window: KernelWindow, dtype: torch.dtype) -> tu
 
 @needs_triton
 def test_blocks_of_all_widths(tmp_path: Path) -> None:
-    """Widths of whole blocks, of a part of a block, and of several rows and samples in a block; strides and dilations."""
+    """Widths of complete blocks, of a partial block, and of several rows and samples in a block; strides and dilations."""
     three, strided = KernelWindow(kernel=3, padding=1), KernelWindow(kernel=3, stride=2, padding=2, dilation=2)
     cases = [
         *(((5, width), three, dtype) for width in (48, 21, 3) for dtype in (torch.float16, torch.float32)),
@@ -86,7 +86,7 @@ def test_blocks_of_depthwise_gradients(width: int, tmp_path: Path) -> None:
 
 @needs_triton
 def test_windows_beyond_32_bits_are_refused() -> None:
-    from sft.kernels.common_triton import check_reach  # not above: it imports Triton
+    from sft.kernels.common_triton import check_reach  # here, because it imports Triton
 
     window = KernelWindow(kernel=3, dilation=40, padding=40)
     x = torch.empty(1, 100, 20_000_000, 1, device="meta").permute(0, 3, 1, 2)

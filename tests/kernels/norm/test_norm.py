@@ -44,7 +44,7 @@ class _Norm:
         return None if self.num_groups is None else self.shape[0]
 
     def own(self, parts: dict[str, Tensor]) -> Tensor:
-        """PyTorch's."""
+        """PyTorch's own norm."""
         if self.num_groups is None:
             y = F.batch_norm(parts["x"], None, None, parts.get("weight"), parts.get("bias"), True, eps=_EPS)
         else:

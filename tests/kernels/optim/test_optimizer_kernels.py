@@ -36,7 +36,7 @@ _ADAMW: list[dict[str, Any]] = [
 
 @pytest.fixture
 def nearest_roots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square roots that are rounded to nearest; those of PyTorch on a CPU are one off now and then."""
+    """Square roots rounded to nearest; those of PyTorch on a CPU sometimes differ by one unit in the last place."""
     sqrt = torch.Tensor.sqrt
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda tensor: sqrt(tensor.double()).to(tensor.dtype))
 
@@ -122,7 +122,7 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
 
 @needs_triton
 def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
-    """As ``torch.optim``, bit for bit, also where the state goes from one backend to the other and back; in half precision as ATen.
+    """The bits of ``torch.optim``, also if the state moves from one backend to the other and back; in half precision those of ATen.
 
     On a GPU to rounding: PyTorch's kernels there contract products and sums.
     """

@@ -127,7 +127,7 @@ def _per_channel(statistic: Tensor, num_channels: int) -> Tensor:
 
 
 def _relu_gradient(gradient: Tensor, output: Tensor | None) -> Tensor:
-    """The gradient where the ReLU with this output is on; torch's rule, in which NaN counts as on."""
+    """The gradient where the ReLU with this output is positive or NaN, as in torch."""
     return gradient if output is None else torch.where(output <= 0, 0, gradient)
 
 

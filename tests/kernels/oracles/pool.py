@@ -1,6 +1,6 @@
 """Pools of a tile in plain PyTorch, tap by tap: the oracle of the kernels, bit for bit in fp32.
 
-A maximum leaves out rows that are not data. In an average they count as zero. They count as elements by PyTorch's rule: within the padding,
+A maximum ignores rows that are not data. An average reads them as zeros; they count as elements by PyTorch's rule: inside of the padding,
 and only if padding counts.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["pack_taps", "reference_average_pool", "reference_average_pool_gradie
 
 
 def reference_max_pool(x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The maxima, and for each the number of the tap that it came from, uint8, not packed. The first of equals; NaN beats all."""
+    """The maxima, and the number of the tap of each, uint8, not packed: the first of equal elements; NaN is the largest."""
     padded = _padded_input(x, geometry, float("-inf"))
     is_data = _padded_input(torch.ones_like(x[:1, :1]), geometry) > 0
     best = taps = None

@@ -29,7 +29,7 @@ class _Pool:
     sizes: dict[str, Any] = field(default_factory=dict)
 
     def whole(self, x: Tensor) -> Tensor:
-        """PyTorch's own."""
+        """PyTorch's own pool."""
         w = self.window
         if self.average is None:
             return F.max_pool2d(x, w.kernel, w.stride, w.padding, w.dilation)
@@ -105,7 +105,7 @@ def test_packed_taps_are_two_bits_of_each_channel() -> None:
 
 @needs_triton
 def test_interpreted_kernels(tmp_path: Path) -> None:
-    """In fp32 the bits of PyTorch's whole maximum and of our own reference; in half precision integers, which are exact."""
+    """In fp32 the bits of PyTorch's untiled maximum and of our own reference; in half precision integers, which are exact."""
     jobs: list[dict[str, Any]] = []
     expected: list[tuple[list[Tensor], str]] = []
 

@@ -54,7 +54,7 @@ def test_sums_of_weight_and_bias(tmp_path: Path) -> None:
 
 @needs_triton
 def test_double_sums_are_rounded_once(tmp_path: Path) -> None:
-    """fp64 slots of norms: added in fp64, stored in fp32, fp16 or bf16, which the interpreter rounds by cutting off."""
+    """fp64 slots of norms: added in fp64, stored in fp32, fp16 or bf16, which the interpreter truncates."""
     slots = _slots(513, 2, 7, dtype=torch.float64)
     jobs: list[dict[str, Any]] = [
         {
@@ -75,7 +75,7 @@ def test_double_sums_are_rounded_once(tmp_path: Path) -> None:
 
 @needs_triton
 def test_destinations_that_are_not_dense_are_refused() -> None:
-    from sft.kernels.reduce.reduce_triton import launch_reduce  # not above: it imports Triton
+    from sft.kernels.reduce.reduce_triton import launch_reduce  # here, because it imports Triton
 
     with pytest.raises(InternalError, match="not dense"):
         launch_reduce(_slots(2, 4, 3, 3, 5), torch.zeros(4, 5, 6, 3)[:, :, ::2])

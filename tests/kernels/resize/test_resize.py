@@ -36,7 +36,7 @@ class _Resize:
     scales: tuple[float, float] | None = None
 
     def whole(self, x: Tensor) -> Tensor:
-        """PyTorch's own."""
+        """PyTorch's own interpolation."""
         mode = {"linear": "bilinear", "nearest exact": "nearest-exact"}.get(self.mode, self.mode)
         size: dict[str, Any] = {"size": self.lengths} if self.scales is None else {"scale_factor": self.scales}
         y = F.interpolate(x, **size, mode=mode, align_corners=self.align_corners if mode == "bilinear" else None)
@@ -128,7 +128,7 @@ def test_nearest_rows_are_those_of_aten_in_single_precision(mode: str) -> None:
 
 @needs_triton
 def test_interpreted_kernel(tmp_path: Path) -> None:
-    """In fp32 a tile has the bits of the reference of the whole image; in every dtype it is near fp64."""
+    """In fp32 a tile has the bits of the reference on the full image; in every dtype it is close to fp64."""
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[Any, ...]] = []
     for index, resize in enumerate(_RESIZES):

@@ -1,4 +1,4 @@
-"""Positional dropout: any tile of the mask is a slice of one mask, which a definition in Python's integers gives too."""
+"""Positional dropout: any tile of the mask is a slice of one mask, equal to a definition in Python's integers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_rate(kind: MaskKind, p: float) -> None:
 
 
 def test_masks_are_unrelated() -> None:
-    """Two masks of different seed, site or draw, and one mask and itself moved, agree as often as chance wants."""
+    """Two masks of different seed, site or draw, and one mask and its shift, agree as often as independent masks."""
     shape = (2, 50, 40, 50)
 
     def mask(**changes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of dropout: the bits of the reference, and code for sm_80 and sm_90 that costs what it should."""
+"""The Triton kernels of dropout: the bits of the reference, and limits of resources for sm_80 and sm_90."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODULE = "sft.kernels.rng.rng_triton"
 
 
 def _tile(shape: tuple[int, int, int, int], kind: MaskKind = "element", p: float = 0.3) -> MaskTile:
-    """A tile far into a large whole, with every word of the rule in use."""
+    """A tile at a far position of a large image, with all words of the counter in use."""
     extents = (shape[0] + 2, shape[1], 4_000_000, 70_001)
     origin = (2, 3_000_000, 69_003)
     return MaskTile(shape=shape, extents=extents, origin=origin, seed=2**64 - 5, site=2**32 - 1, draw=3, p=p, kind=kind)
@@ -78,7 +78,7 @@ def test_interpreted_kernels_give_the_bits_of_the_reference(tmp_path: Path) -> N
 
 @needs_triton
 def test_interpreted_bfloat16(tmp_path: Path) -> None:
-    """The interpreter truncates what a GPU rounds to bfloat16: the mask is the same, values are within one step, 2**-7."""
+    """The interpreter truncates to bfloat16, a GPU rounds: the mask is the same, values are within one step, 2**-7."""
     tile = _tile((1, 9, 2, 17), p=0.25)
     x = _input(tile, torch.bfloat16, "last").nan_to_num(1.0, posinf=2.0)
     (result,) = interpret([{"run": "dropout", "x": x, "tile": tile, "block": None}], tmp_path)
@@ -88,7 +88,7 @@ def test_interpreted_bfloat16(tmp_path: Path) -> None:
 
 
 def _compilation(kernel: str, dtype: str, last: bool, kind: MaskKind, target: str) -> dict[str, Any]:
-    """A job as ``launch_dropout`` would have it for channels-last (``last``) or contiguous tiles."""
+    """Compilation job of ``launch_dropout`` for channels-last (``last``) or contiguous tiles."""
     geometry = ["num_channels", "num_rows", "num_columns"]
     rule = ["start", "index_n", "index_g", "index_h", "index_w", "site", "draw", "threshold"]
     constants: dict[str, Any] = {"COLUMNS": 16 if last else 512, "CHANNELS": 128 if last else 4}

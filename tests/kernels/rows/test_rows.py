@@ -76,7 +76,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     sources = [_image(2, dtype, contiguous=True).cuda(), _image(5, dtype, seed=1, contiguous=True).cuda()]
     joined = torch.cat(sources, 2).contiguous(memory_format=torch.channels_last)
     parts = (joined[:, :, :2], joined[:, :, 2:])
-    from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
+    from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
     out = torch.empty_like(joined)
     launch_move_rows([(sources[0], out[:, :, :2], False), (sources[1], out[:, :, 2:], False)])

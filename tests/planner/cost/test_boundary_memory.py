@@ -60,7 +60,7 @@ def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[lis
         if choice.mode != "tiled":
             continue
         made.append(sum(problem.sized.value_bytes(name) for name in makes if name not in away))
-        # Two buffers of a reader and the strip of the gradient; of what is made one strip, or that of its gradient.
+        # Two buffers of a reader and the strip of the gradient; one strip of each result, or of its gradient.
         share = min(1.0, choice.strip_rows / problem.sized.run_height(choice.nodes)) * choice.batch_tile / problem.sized.num_batch
         read, given = (sum(problem.sized.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
         strips.append(share * ((2 + problem.sized.training) * read + given))
@@ -76,7 +76,7 @@ def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
 
 
 class _Twice(nn.Module):
-    """A model that returns an intermediate value, and reads another one long after the run that makes it."""
+    """A model that returns an intermediate value, and reads another one several runs after its own."""
 
     def __init__(self) -> None:
         super().__init__()

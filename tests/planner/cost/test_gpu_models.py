@@ -1,4 +1,4 @@
-"""Choice of a time model for a GPU: shipped ones by name, scaled ones by properties."""
+"""Selection of a time model for a GPU: shipped ones by name, scaled ones by properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time model of a GPU: host or device, whichever takes longer; bandwidth, rates of types and widths, waves of tiles."""
+"""Time model of a GPU: the maximum of host and device; bandwidth, rates of types and widths, waves of tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sft.planner.cost.gpu_time import GpuModel
 from sft.planner.projection import plain_programs
 from tests.helpers.problems import problem_of
 
-#: A GPU without floors and host.
+#: A GPU without floors and host times.
 _IDEAL = replace(
     H100,
     min_kernel_seconds=0.0,
@@ -42,7 +42,7 @@ def _seconds(gpu: GpuModel, layers: list[nn.Module], size: int, channels: int = 
 
 
 def test_bytes_over_bandwidth() -> None:
-    """A ReLU of 64 channels reads an image and writes one, at least."""
+    """A ReLU of 64 channels reads and writes at least one image."""
     seconds, num_bytes = _seconds(_IDEAL, [nn.ReLU()], 1024), 64 * 1024 * 1024 * 4
     assert seconds >= 2 * num_bytes / H100.bytes_per_second
     assert _seconds(replace(_IDEAL, bytes_per_second=2 * H100.bytes_per_second), [nn.ReLU()], 1024) == pytest.approx(seconds / 2)
@@ -68,7 +68,7 @@ def test_rates_between_measured_widths() -> None:
 
 
 def test_biases_and_reductions_are_kernels_of_their_own() -> None:
-    """The bias of a convolution takes a pass element by element; its gradient a slow read."""
+    """The bias of a convolution takes an elementwise pass; its gradient a slow read."""
     layer, elements = nn.Conv2d(64, 64, 3, padding=1), 64 * 1024 * 1024
     without = _seconds(_IDEAL, [nn.Conv2d(64, 64, 3, padding=1, bias=False)], 1024)
     assert _seconds(_IDEAL, [layer], 1024) - without == pytest.approx(elements / H100.biases_per_second, rel=0.01)

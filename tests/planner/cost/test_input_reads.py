@@ -53,7 +53,7 @@ def test_the_planner_counts_bytes_read(options: Options, restores: bool, monkeyp
     found = net.last_reading
     assert found is not None and found.forward.read_bytes >= 48 * 40 * 3 * 4
     assert found.forward.read_bytes == pytest.approx(forward, rel=0.02)
-    # Where a walk turns round to restore states, rows that two strips share are read for each.
+    # Where a sweep restores states, rows of two strips are read for each.
     assert found.backward.read_bytes == pytest.approx(backward, rel=0.02 if forward == backward else 0.3)
     assert forward != backward or not restores
 

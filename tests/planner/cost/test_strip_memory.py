@@ -99,5 +99,5 @@ def test_shared_results_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("a", "b", "a", "c", "a", "b"):
         assert shared.get_or_make(name, partial(make, name)) == name
-    assert made == ["a", "b", "c", "b"]  # "b" was asked for least lately when "c" came
+    assert made == ["a", "b", "c", "b"]  # "b" was the least recently used entry when "c" was added
     assert len(shared) == 2

@@ -1,4 +1,4 @@
-"""Device memory of plans on a simulated GPU: workspaces are measured, and what a step reserves is projected, before a plan is accepted."""
+"""Device memory of plans on a simulated GPU: before a plan is accepted, workspaces are measured and reserved bytes projected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.streamed_weights import Vgg
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
-#: A small workspace of cuBLAS, so that it does not hide all else.
+#: A small workspace of cuBLAS, so that it does not dominate.
 _BLAS_BYTES = 3 * 4 * 1024
 _MIB = 2**20
 _SHAPE = (2, 3, 48, 40)
@@ -41,7 +41,7 @@ _LARGE_SHAPE = (1, 3, 768, 640)
 class _GpuMeter(_DispatchMeter):
     """Simulated GPU: a block of the caching allocator for each storage, and a workspace for every convolution.
 
-    It is a quarter of the image, or 20 times the weight: so that of a wide layer, whose image is small, may be the largest.
+    It is a quarter of the image, or 20 times the weight, so that a wide layer with a small image may have the largest one.
 
     Attributes:
         outside: the default pool of the device.
@@ -62,7 +62,7 @@ class _GpuMeter(_DispatchMeter):
         return self.outside.peak_reserved_bytes + self.pool.peak_reserved_bytes
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what is older than the block, so that its end is seen: CUDA's counters fall below their start."""
+        """Count storages that are older than the block, so that their end is counted: CUDA's counters fall below their start."""
         for storage in {id(each.untyped_storage()): each.untyped_storage() for each in tensors}.values():
             self._count(storage, base_bytes=0)
         self.adopted = self.current_bytes
@@ -175,7 +175,7 @@ def test_the_plan_leaves_room_for_device_overhead(gpu: None) -> None:
     """A budget that the projection alone would fill: another plan is chosen, and it fits with its overhead and as measured."""
     model, x = seeded(ConvNet), image(*_LARGE_SHAPE)
     plain = sft.plan(copy.deepcopy(model), _LARGE_SHAPE, options=sft.Options(strategy="none", cuda_graphs=False))
-    budget_bytes = plain.total_bytes - 1  # all whole and its overhead do not fit
+    budget_bytes = plain.total_bytes - 1  # the untiled plan and its overhead do not fit
     net: Any = sft.compile(model, _LARGE_SHAPE, budget=budget_bytes, options=sft.Options(cuda_graphs=False))
     assert plain.total_bytes - plain.overhead_bytes < budget_bytes
     assert net.plan.total_bytes <= budget_bytes and net.plan.segments != plain.segments
@@ -224,7 +224,7 @@ def test_a_refusal_names_a_budget_that_works(make: Callable[[], nn.Module], opti
 
 @pytest.mark.parametrize("strategy", ["offload-dp", "offload-greedy", "vdnn", "optimal"])
 def test_every_refused_budget_names_one_that_works(strategy: str, gpu: None) -> None:
-    """The smallest schedule of a published strategy depends on the budget that it was made for."""
+    """The smallest schedule of a published strategy depends on its budget."""
     model, options = seeded(ConvNet), sft.Options(strategy=strategy, host_budget="1GiB")
     plain_bytes = sft.plan(model, _SHAPE, options=sft.Options(strategy="none")).total_bytes
     needed: set[int] = set()
@@ -276,7 +276,7 @@ def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
     assert plans[0] == plans[1]
     num_first = len(tried)
     assert num_first > 0
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # a setting with a file of its own; strips run without the search
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # a setting with its own file; strips run without the search
     for _ in range(2):
         sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None)))
     assert len(tried) == 2 * num_first
@@ -428,7 +428,7 @@ def test_cublas_has_workspaces_where_matrices_are_multiplied(gpu: None, monkeypa
 
 
 def test_the_workspace_of_cublas_comes_before_tensors_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a ViT on an H200 reserved 18 MiB more than projected, as a workspace of 32 MiB divided a cached block of 50."""
+    """Regression: a ViT on an H200 reserved 18 MiB more than projected, since a workspace of 32 MiB divided a cached block of 50."""
     events: list[str] = []
     monkeypatch.setattr("sft.planner.measured.allocator_overhead.prepare_cublas", lambda device: events.append("workspace"))
     monkeypatch.setattr("sft.planner.measured.allocator_overhead.run_on_autograd_thread", lambda device, work: work())

@@ -1,4 +1,4 @@
-"""Event sequences and their replay: the numbers of the same events one by one."""
+"""Event sequences and their replay have the numbers of the same events one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = st.one_of(st.integers(1, 3000), st.integers(1, _MIB), st.integers(_MIB,
 
 @st.composite
 def _sequences(draw: st.DrawFn, depth: int, *, may_leave: bool) -> EventSequence:
-    """Allocations, frees and repeated sequences, of which some leave allocations to the sequence around them."""
+    """Allocations, frees and repeated sequences, some of which leave allocations to the enclosing sequence."""
     inner = [draw(_sequences(depth - 1, may_leave=True)) for _ in range(2)] if depth else []
     items: list[Event] = []
     live: list[int] = []
@@ -63,7 +63,7 @@ def test_replayed_sequences_reserve_what_their_events_reserve(sequence: EventSeq
 
 
 def test_a_sequence_is_replayed_once_for_the_same_free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty runs of a program whose result lives until the next one: two places alternate, and the other runs are looked up."""
+    """Twenty runs of a program with a result that lives until the next run: two positions alternate, and the other runs are looked up."""
     run = EventSequence.of([(number, 1024) for number in range(1, 11)] + [(number, 0) for number in range(1, 10)])
     items: list[Event] = [(0, run)]
     for number in range(10, 200, 10):

@@ -23,7 +23,7 @@ _NAME = "NVIDIA Test GPU"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU whose properties can be read, and nothing else."""
+    """A GPU with properties only."""
     properties = SimpleNamespace(name=_NAME, major=8, minor=0, multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: _NAME)

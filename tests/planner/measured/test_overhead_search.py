@@ -1,4 +1,4 @@
-"""Overhead search, on plans that are numbers: bytes, overhead and seconds."""
+"""Overhead search on simulated plans: bytes, overhead and seconds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _plan(peak_bytes: int, overhead_bytes: int, seconds: float) -> _Plan:
 
 @dataclass
 class _Planner:
-    """Planner that knows, for each room, the fastest few plans of some.
+    """Simulated planner: the fastest few plans for each room.
 
     Attributes:
         plans: all plans.

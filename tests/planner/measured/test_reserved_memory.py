@@ -47,14 +47,14 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
 
 
 class _NoMemory(dict[Any, Any]):
-    """Dictionary that forgets all."""
+    """Dictionary that stores nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
 
 def _instruction_by_instruction(fitted: FittedPlan) -> AllocationTrace:
-    """The trace of a step all whose programs are run by their instructions."""
+    """The trace of a step, with all programs run instruction by instruction."""
     machine = _RecordingMachine(on_host=fitted.problem.resources.on_host, _known=_NoMemory())
     run_step(fitted.problem, fitted.projected.region, machine)
     return machine.recorder.trace()
@@ -206,7 +206,7 @@ def test_a_plan_for_a_gpu_of_another_machine_fits_by_its_reserved_bytes() -> Non
 
 
 def test_strips_of_an_input_are_freed_before_the_next_but_one_is_allocated() -> None:
-    """As by the loader of tensors: between the two, other tensors may take the memory of a strip."""
+    """As by the loader of tensors; in between, other tensors may take the memory of a strip."""
     machine = _RecordingMachine(on_host=False)
     order = [Interval(0, 4), Interval(4, 8), Interval(8, 12)]
     loader = machine.open_input(None, Interval(0, 1), order, 10, torch.float32)

@@ -90,7 +90,7 @@ def test_equal_steps_have_equal_segments(allocator: AllocatorSettings, monkeypat
 
 
 def _outside(resident: list[int], recorded: RecordedTensors, image_bytes: int, *, accumulate: bool) -> int:
-    """Reserved bytes of two steps that copy gradients by group: to add them to resident ones, or to keep them until the next step."""
+    """Reserved bytes of two steps that copy gradients by group, and add the copies to resident ones or keep them until the next step."""
     allocator = CachingAllocator()
     grads = [size for group in recorded.copied for size in group]
     for num_bytes in [*resident, *(grads if accumulate else [])]:
@@ -149,13 +149,13 @@ def test_copies_of_gradients_take_the_rest_of_the_segment_of_an_input() -> None:
 
 
 def test_a_step_that_has_a_pool_in_any_case_gets_segments() -> None:
-    """Three tensors, one after another: without a pool they would lie in the segment of a resident one, but a recording has its own."""
+    """Three tensors, one after another: without a pool they would be in the segment of a resident one, but a recording has its own."""
     trace = AllocationTrace.of([event for number in range(1, 4) for event in ((number, 12 * _MIB), (number, 0))])
     assert choose_segments(trace, AllocatorSettings(), None) == (12 * _MIB,)
 
 
 def test_several_searches_reserve_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: segments of 226 MiB for a step that fits in 198, as the search started from the best division alone."""
+    """Regression: segments of 226 MiB for a step that fits in 198, since the search started from the best division alone."""
     random, live, events, count = Random(16), list[int](), list[tuple[int, int]](), 0
     for _ in range(60):
         if len(live) < 6 and (random.random() < 0.6 or not live):

@@ -44,7 +44,7 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanningP
 
 
 class _Counting(SimulatedMachine):
-    """Records the programs that run."""
+    """Timer that records the programs that run."""
 
     programs: list[Program]
 
@@ -95,7 +95,8 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
-    # Each run of a program takes one tick of this clock, and so do the walk of each move and zeros; new pages take no longer than old ones.
+    # Each run of a program takes one tick of this clock, and so do the sweep of each move and zeros; new pages take no longer than old
+    # ones.
     num_zeros = found - len(counting.programs) - len(region.schedule)
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
 

@@ -50,7 +50,7 @@ def test_measured_seconds_are_drawn_if_present() -> None:
     timed = replace(plan, timeline=plan.timeline.measured([0.5] * len(plan.timeline.entries)))
     memory, moves = plan_figure(timed).axes
     assert moves.get_xlim() == (0, 0.5 * len(plan.timeline.entries)) and moves.get_xlabel() == "measured seconds"
-    assert memory.get_ylim()[1] < timed.budget_bytes / 2**10  # a line so far above would leave nothing else to see
+    assert memory.get_ylim()[1] < timed.budget_bytes / 2**10  # with a line so far above, all else would be too small
     assert {bar.get_width() for bar in moves.patches} == {0.5}  # type: ignore[attr-defined]  # they are rectangles
 
 

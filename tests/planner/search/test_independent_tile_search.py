@@ -74,7 +74,7 @@ def test_no_plan_of_the_paper_takes_less_time_than_the_planners(size: int, memor
 
 
 def test_tiles_are_planned_where_no_strips_fit() -> None:
-    """Independent tiles hold no states: the smallest plan of this network is one of them, and any budget from there on is enough."""
+    """Independent tiles keep no states: the smallest plan of this network is one of them, and any larger budget is enough."""
     model, shape = seeded(TinyUNet).double(), (1, 3, 96, 64)
     least, least_of_strips = least_budget(model, shape), least_budget(model, shape, Options(halo="carry"))
     assert least < least_of_strips
@@ -96,12 +96,13 @@ def test_tiles_end_at_whole_strides_if_strides_are_small() -> None:
     (segment,) = build_region(problem, (choice,)).segments
     assert isinstance(segment, TiledSegment)
     assert len(segment.panels) == segment.schedule.num_steps == 4
-    assert len(segment.schedule.kinds[0]) == len(set(segment.panel_kinds)) == 3  # first, last, and all between them
+    assert len(segment.schedule.kinds[0]) == len(set(segment.panel_kinds)) == 3  # first, last, and all in between
     assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(tile_grids(Options(), SearchLimits())))
 
 
 def test_only_plans_that_may_win_are_projected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips that should cost more than fitting tiles are not lowered; of tiles with one that is too large, only that one is."""
+    """Strips with an estimated cost above that of fitting tiles are not lowered; of tilings with a tile that is too large, only that tile
+    is."""
     projected: list[tuple[SegmentChoice, ...]] = []
 
     def counted(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:

@@ -1,4 +1,4 @@
-"""Tiled heads of which values leave the device while the recomputed tail runs."""
+"""Tiled heads with values that leave the device while the recomputed tail runs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _TILED = sft.Options(tile=(8, None))
 
 
 class _Downsampled(nn.Module):
-    """Two convolutions with statistics of their own in one phase, at half the rows of its source."""
+    """Two convolutions, each with statistics, in one phase, at half of the rows of its source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _planned(change: Callable[[PlanningProblem, ProjectedPlan], ProjectedPlan], patch: pytest.MonkeyPatch) -> list[ProjectedPlan]:
-    """Plans as they are changed from now on."""
+    """Plans that are changed from now on."""
     plans: list[ProjectedPlan] = []
 
     def changed(problem: PlanningProblem, *arguments: Any) -> ProjectedPlan:

@@ -63,14 +63,14 @@ def test_a_tiled_head_with_offloaded_stages(monkeypatch: pytest.MonkeyPatch) -> 
     found = [plan for plan in plans if plan.segments[0].mode == "tiled" and plan.host_bytes]
     assert found
     assert any("0+" in _copied(plan) for plan in found)  # the states of the head's strips
-    assert any(name in plan.segments[0].nodes for plan in found for name in _copied(plan))  # what the head hands on
+    assert any(name in plan.segments[0].nodes for plan in found for name in _copied(plan))  # the outputs of the head
     assert any(name in segment.nodes for plan in found for name in _copied(plan) for segment in plan.segments[1:])
     plan = next(plan for plan in found if "0+" in _copied(plan))
     assert sft.Plan.from_json(plan.to_json()) == plan
     report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, options=_HOST, input_grad=False)
     assert report.plan.order == plan.order
     assert report.plan.host_bytes <= 2**30
-    # What is executed is what is planned.
+    # The executed moves are the planned ones.
     executed: list[str] = []
     begin = TorchMachine.start_op
 
@@ -105,7 +105,7 @@ def test_the_host_never_makes_a_plan_slower_and_lets_smaller_budgets_work(name: 
             except sft.BudgetError:
                 continue
             assert plan.estimated_seconds <= 1.0001 * other.estimated_seconds or not plan.host_bytes
-    assert faster or name == "residual"  # a shorter one, of which nothing is gained by the host
+    assert faster or name == "residual"  # a shorter one, for which the host gains nothing
 
 
 def test_a_small_host_budget_is_kept() -> None:
@@ -132,7 +132,7 @@ def test_any_budget_is_exact(name: str, share: float, link: float) -> None:
 
 
 def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads with stages that need several times the room were projected once each, which took most of the planning time."""
+    """Regression: heads with stages that need several times the room were projected once each, which took most of the planning time."""
     behind = import_module("sft.planner.search.staged")
     found: list[int] = []
 
@@ -149,7 +149,7 @@ def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.M
 
 
 def test_no_solver_runs_on_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stage of DenseNet-201 needed twenty times the room; searching its chain's smallest budget took half of a second size's time."""
+    """Regression: a stage of DenseNet-201 needed twenty times the room; the search of its chain took half of a second size's time."""
     behind = import_module("sft.planner.search.staged")
     asked: list[float] = []
     cheapest = behind._cheapest_tail

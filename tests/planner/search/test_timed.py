@@ -1,4 +1,4 @@
-"""Choice between plans by measured times; the times are simulated."""
+"""Selection of plans by measured times; the times are simulated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _budget(model: nn.Module) -> int:
 
 
 class _Judge:
-    """Simulated step timer: returns given seconds in the order of the calls, and records the timed regions."""
+    """Simulated step timer: returns a list of seconds in the order of the calls, and records the timed regions."""
 
     def __init__(self, best: int | None = None) -> None:
         self.best = best

@@ -174,7 +174,7 @@ class Region:
                 if prefetcher is not None:
                     prefetcher.before_op(position, tape.values.by_name)
                 self._run_forward(machine, tape.values, tape.residuals if keep else None, op, dead)
-                outputs |= {name: tape.values.by_name[name] for name in writes if name in self.outputs and name not in self.host_outputs}
+                outputs |= {name: tape.values.by_name[name] for name in writes if name in self._device_outputs}
                 for name in writes:
                     if name in self.host_outputs - segment.to_host:
                         machine.write_output(hosts[name], tape.values.by_name[name])
@@ -215,6 +215,11 @@ class Region:
                 free.discard(source)
                 reused[output] = source
         return reused
+
+    @cached_property
+    def _device_outputs(self) -> frozenset[str]:
+        """Outputs that stay on the device."""
+        return frozenset(self.outputs) - self.host_outputs
 
     @cached_property
     def _strip_cuts(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -44,12 +44,21 @@ class WholeSegment:
     sides: tuple[str, ...]
     from_source: frozenset[str] = frozenset()
     _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
+    _storages: dict[bool, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def programs(self, training: bool) -> tuple[Program, Program | None]:
         """The forward program and, in training, the backward program."""
         if training not in self._programs:
             self._programs[training] = lower_whole(self.scope, self.step, training=training)
         return self._programs[training]
+
+    def _saved_storages(self, training: bool) -> frozenset[int]:
+        """Root slots of the residuals of the forward program."""
+        if training not in self._storages:
+            program, _ = self.programs(training)
+            roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
+            self._storages[training] = frozenset(roots[number] for number in program.residuals)
+        return self._storages[training]
 
     @property
     def lowered_programs(self) -> tuple[Program, ...]:
@@ -70,7 +79,7 @@ class WholeSegment:
     def views(self) -> frozenset[str]:
         """Outputs that own memory of the residuals."""
         forward, _ = self.programs(True)
-        viewed = _storage_roots(forward, forward.residuals)
+        viewed = self._saved_storages(True)
         outputs = (*forward.results.items(), *((port, slot) for port, slot in forward.ports.items() if port.role == "out"))
         return frozenset(port.name for port, slot in outputs if slot.root in viewed)
 
@@ -98,7 +107,7 @@ class WholeSegment:
         """
         forward, backward = self.programs(True)
         assert backward is not None
-        viewed = _storage_roots(forward, forward.residuals)
+        viewed = self._saved_storages(True)
         bound = {port.name for port in backward.ports if port.role in ("source", "side")}
         bound |= {port.name for port, slot in forward.ports.items() if port.role in ("source", "side") and slot.root in viewed}
         bound |= {port.name for port in backward.results if port.role == "grad_side"}
@@ -110,7 +119,7 @@ class WholeSegment:
         bindings = {port: self._bound_value(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
         results, saved = machine.run(program, bindings)
-        viewed = _storage_roots(program, program.residuals)
+        viewed = self._saved_storages(keep)
         for port, slot in program.ports.items():
             if port.name in self.from_source and port.role == "source" and slot.root in viewed:
                 saved.inputs[port.name] = bindings[port]
@@ -168,9 +177,3 @@ class WholeSegment:
         scope = self.scope
         inputs = [name for name in scope.sources if scope.graph[name].kind == "input" and len(scope.shapes[name]) in CHANNELS_LAST]
         return frozenset(inputs) - scope.in_program_layout
-
-
-def _storage_roots(program: Program, slots: Iterable[int]) -> frozenset[int]:
-    """Slots that own the memory of these slots."""
-    roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
-    return frozenset(roots[number] for number in slots)

@@ -120,7 +120,7 @@ def predict(
         dtype: element type. Classes: ``"uint8"`` (the default), ``"uint16"``, ``"int16"``. Probabilities: ``"uint8"`` (the default; 255
             stands for 1), ``"uint16"`` (65535), ``"float16"``, ``"float32"``. Values: ``"float32"`` (the default), ``"float16"``,
             ``"float64"``.
-        names: names of the classes or channels, for the files. Default: none
+        names: names of all classes or channels, for the files; two for classes of a single output channel. Default: none
         index: number, or key, of the output of a network with several outputs. Default: the only one
         resume: True, or the path of a file, to keep computed rows in a journal until the files are complete. A call with the same network,
             source and settings continues below the rows of an interrupted one, and gives them to its writers. True names a hidden file next
@@ -151,7 +151,7 @@ def predict(
         path = default_journal_path(writers[0].path) if resume is True else resume
         identity = prediction_identity(engine.model, source, kind=kind, dtype=element_type.str, names=tuple(names), index=index)
         journal = RowJournal(path, identity)
-    compiled = _compiled(engine, kind, index)
+    compiled = _compiled(engine, kind, index, len(names))
 
     def describe(shape: tuple[int, ...]) -> PredictedRaster:
         grids = position_grids(compiled.net, source)[0]
@@ -220,10 +220,10 @@ class _CompiledHead:
 
 
 #: Heads of compiled networks: captures and plans are shared by the images of one network.
-_HEADS: weakref.WeakKeyDictionary[Engine, dict[tuple[Kind, int | str | None], _CompiledHead]] = weakref.WeakKeyDictionary()
+_HEADS: weakref.WeakKeyDictionary[Engine, dict[tuple[Kind, int | str | None, int], _CompiledHead]] = weakref.WeakKeyDictionary()
 
 
-def _compiled(engine: Engine, kind: Kind, index: int | str | None) -> _CompiledHead:
+def _compiled(engine: Engine, kind: Kind, index: int | str | None, num_names: int) -> _CompiledHead:
     """The compiled head of a network, with the network's budget and options."""
     settings = engine.settings
     if settings.mesh is not None or settings.sharding is not None:
@@ -231,12 +231,12 @@ def _compiled(engine: Engine, kind: Kind, index: int | str | None) -> _CompiledH
     if settings.options.streams_weights or engine.streamed_weights is not None:
         raise UnsupportedError(["(the model itself): predict is for resident weights; compile with Options(weights='resident')"])
     heads = _HEADS.setdefault(engine, {})
-    if (kind, index) not in heads:
+    if (kind, index, num_names) not in heads:
         slot = _SinkSlot()
-        head = PredictionHead(engine.model, kind, index)
+        head = PredictionHead(engine.model, kind, index, num_names)
         net = compile(head, (1, None, None, None), budget=settings.budget_bytes, options=settings.options, output=slot)
-        heads[kind, index] = _CompiledHead(net, slot)
-    return heads[kind, index]
+        heads[kind, index, num_names] = _CompiledHead(net, slot)
+    return heads[kind, index, num_names]
 
 
 @contextlib.contextmanager

@@ -30,15 +30,17 @@ class PredictionHead(nn.Module):
         model: the network; shared.
         kind: of the prediction.
         index: which output, for a network with several; a key for one that returns a dictionary. Default: the only one
+        num_names: number of names of the classes or channels; 0 if they have none.
     """
 
-    def __init__(self, model: nn.Module, kind: Kind, index: int | str | None = None) -> None:
+    def __init__(self, model: nn.Module, kind: Kind, index: int | str | None = None, num_names: int = 0) -> None:
         super().__init__()
-        self.model, self.kind, self.index = model, kind, index
+        self.model, self.kind, self.index, self.num_names = model, kind, index, num_names
 
     def forward(self, image: Tensor) -> Tensor:
         """Map ``[1, C, H, W]`` to ``[1, K, h, w]``."""
         scores = self._select(self.model(image))
+        self._check_names(scores.shape[1])
         if self.kind == "classes":
             if scores.shape[1] == 1:
                 return scores
@@ -46,6 +48,13 @@ class PredictionHead(nn.Module):
         if self.kind == "softmax":
             return scores.softmax(1, dtype=torch.float32)
         return scores.sigmoid() if self.kind == "sigmoid" else scores
+
+    def _check_names(self, num_channels: int) -> None:
+        is_binary = self.kind == "classes" and num_channels == 1
+        expected = 2 if is_binary else num_channels
+        if self.num_names not in (0, expected):
+            counted = "one output channel, which divides pixels into two classes" if is_binary else f"{num_channels} output channels"
+            raise InputError(f"names has {self.num_names} names, and the network has {counted}: give {expected} names, or none")
 
     def _select(self, result: Any) -> Tensor:
         if self.index is not None:

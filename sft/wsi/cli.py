@@ -134,7 +134,8 @@ def _parse(command_line: Sequence[str], trusted_names: Sequence[str], world: Wor
         if option == "--config" or option.startswith("--config="):
             check_config_file(Path(option.partition("=")[2] or value), GROUPS)
     named = next((argument for argument in command_line if not argument.startswith("-")), None)
-    parsed = make_parser(named).parse_args(command_line)
+    has_size = any(argument == "--size" or argument.startswith("--size=") for argument in command_line)
+    parsed = make_parser(named, needs_table=not (named == "plan" and has_size)).parse_args(command_line)
     command = str(parsed.subcommand)
     if world.num_ranks > 1 and command not in _ON_SEVERAL_RANKS:
         raise InputError(

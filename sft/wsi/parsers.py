@@ -5,10 +5,11 @@ Options of a configuration take a tenth of a second a command, so that only thos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -30,8 +31,20 @@ class _Command(NamedTuple):
     add_options: Callable[[ArgumentParser], None]
 
 
-def make_parser(command: str | None) -> ArgumentParser:
-    """The parser of all commands, of which ``command`` has its options; the others have a name and a description."""
+class _SettingsParser(ArgumentParser):
+    """A parser with plain names of types in its help: ``path`` instead of ``<class 'Path'>``."""
+
+    def format_help(self, *arguments: Any, **keywords: Any) -> str:
+        return re.sub(r"<class\s+'(\w+)'>", lambda match: match[1].lower(), super().format_help(*arguments, **keywords))
+
+
+def make_parser(command: str | None, *, needs_table: bool = True) -> ArgumentParser:
+    """The parser of all commands, of which ``command`` has its options; the others have a name and a description.
+
+    Args:
+        command: name of the command at hand.
+        needs_table: False for ``plan --size``, which reads the table of the slides only if it is there.
+    """
     parser = _empty_parser("Train and evaluate on whole slides.", prog="python -m sft.wsi")
     parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     subcommands = parser.add_subcommands(required=True)
@@ -41,6 +54,8 @@ def make_parser(command: str | None) -> ArgumentParser:
             subparser.add_argument("--json", action="store_true", help="print the result as one JSON object")
             subparser.add_argument("--debug", action="store_true", help="show tracebacks")
             add_options(subparser)
+            if not needs_table:
+                subparser.set_defaults({"data.csv": Path("slides.csv")})
             if name in WITH_NETWORK:
                 about = "module, file or folder whose classes and functions model.backbone may name; may be repeated (never in a file)"
                 subparser.add_argument(TRUST, type=str, action="append", metavar="MODULE", help=about)
@@ -58,7 +73,7 @@ def config_parser() -> ArgumentParser:
 
 def _empty_parser(description: str, prog: str | None = None) -> ArgumentParser:
     # An abbreviated --config would escape the checks of its file.
-    return ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    return _SettingsParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
 
 
 def _add_config(parser: ArgumentParser) -> None:

@@ -209,6 +209,9 @@ def test_one_score_is_a_class_above_zero(pixels: npt.NDArray[np.uint8], tmp_path
     net = sft.compile(model, (1, 3, None, None), budget="24MiB")
     sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy")
     assert np.array_equal(np.load(tmp_path / "map.npy"), (expected(model, pixels)[0] > 0).numpy())
+    sft.predict(net, ArrayImage(pixels), tmp_path / "map.geojson", names=NAMES[:2])
+    with pytest.raises(sft.InputError, match="divides pixels into two classes: give 2 names, or none"):
+        sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy", names=NAMES[:1])
 
 
 def test_simplified_polygons_are_near_the_exact_ones(net: Segmenter, pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:
@@ -245,6 +248,8 @@ def test_a_failed_prediction_leaves_earlier_files(net: Segmenter, pixels: npt.ND
         ({"writer": "missing/map.npy"}, "is not a folder"),
         ({"kind": "labels"}, "kind 'labels': choose one of"),
         ({"names": "abc"}, "names 'abc': give a list of names"),
+        ({"names": NAMES[:2]}, "names has 2 names, and the network has 4 output channels: give 4 names, or none"),
+        ({"names": [*NAMES, "other"], "kind": "softmax"}, "names has 5 names, and the network has 4 output channels"),
         ({"kind": "softmax", "dtype": "int8"}, "choose one of 'uint8', 'uint16'"),
         ({"kind": "softmax", "writer": "map.geojson"}, "polygons outline classes"),
         ({"kind": "values", "dtype": "float16", "writer": "map.ome.tif"}, "OME-TIFF has no pixels of float16"),

@@ -43,6 +43,14 @@ def test_a_wrong_option_is_told_in_words(options: list[str], message: str, capsy
     assert message in _error(["train", "--data.csv", "t.csv", *options], 2, capsys)
 
 
+@pytest.mark.parametrize("command", ["plan", "predict", "heatmap", "compare", "tissue"])
+def test_help_has_plain_names_of_types(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "type: path" in text and "<class" not in text
+
+
 def test_missing_arguments_name_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train needs data.csv (--data.csv, or in the file of --config)" in _error(["train"], 2, capsys)
     assert "tissue needs out" in _error(["tissue", "s.tif"], 2, capsys)

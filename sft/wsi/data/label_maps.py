@@ -23,7 +23,16 @@ import numpy.typing as npt
 from sft.sources.image import Image, read_strips
 from sft.wsi.run.files import counted
 
-__all__ = ["IGNORED_LABEL", "absent_classes", "colour_table", "count_values", "label_problem", "mixed_codings", "values_text"]
+__all__ = [
+    "IGNORED_LABEL",
+    "absent_classes",
+    "colour_table",
+    "count_values",
+    "label_problem",
+    "mixed_codings",
+    "remedy_of_codings",
+    "values_text",
+]
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
@@ -127,8 +136,8 @@ def mixed_codings(maps: Mapping[str, Mapping[int, int]], classes: Sequence[str],
     255 counts for nothing, so masks of 0 and 255 among masks of 0 and 1 would be background and ignored pixels. Masks that do ignore pixels
     have 255 next to 1 in one of them; ``data.mask_values`` states either meaning.
 
-    >>> print(mixed_codings({"a.png": {0: 9, 1: 4}, "b.png": {0: 3, 255: 2}}, ["back", "tumour"], None))  # doctest: +ELLIPSIS
-    1 label map holds 1 but no 255, such as a.png, and 1 holds 255 but no 1, such as b.png: ...
+    >>> print(mixed_codings({"a.png": {0: 9, 1: 4}, "b.png": {0: 3, 255: 2}}, ["back", "tumour"], None))
+    1 label map holds 1 but no 255, such as a.png, and 1 holds 255 but no 1, such as b.png: 255 counts for nothing
     >>> mixed_codings({"a.png": {0: 9, 1: 4, 255: 1}, "b.png": {0: 3, 255: 2}}, ["back", "tumour"], None)
 
     Args:
@@ -147,9 +156,14 @@ def mixed_codings(maps: Mapping[str, Mapping[int, int]], classes: Sequence[str],
         f"but no {other}, such as {names[0]}"
         for names, value, other in ((labelled, 1, IGNORED_LABEL), (ignoring, IGNORED_LABEL, 1))
     ]
+    return f"{kinds[0]}, and {kinds[1]}: {IGNORED_LABEL} counts for nothing"
+
+
+def remedy_of_codings(classes: Sequence[str]) -> str:
+    """Text: the settings of a configuration for masks of two codings."""
     return (
-        f"{kinds[0]}, and {kinds[1]}: {IGNORED_LABEL} counts for nothing. If both are {classes[1]}, set data.mask_values to "
-        f"{{0: 0, 1: 1, {IGNORED_LABEL}: 1}}; if {IGNORED_LABEL} is to be ignored, to {{0: 0, 1: 1, {IGNORED_LABEL}: {IGNORED_LABEL}}}."
+        f"If both are {classes[1]}, set data.mask_values to {{0: 0, 1: 1, {IGNORED_LABEL}: 1}}; if {IGNORED_LABEL} is to be ignored, to "
+        f"{{0: 0, 1: 1, {IGNORED_LABEL}: {IGNORED_LABEL}}}."
     )
 
 

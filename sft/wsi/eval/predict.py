@@ -46,6 +46,7 @@ from sft.wsi.train.experiment import (
     check_records,
     compile_model,
     load_experiment,
+    mixed_codings_of,
     segmentation_counts,
 )
 from sft.wsi.train.rank_sync import SlideFailed, gather_results, next_items, open_on_all_ranks, reading_slide, scatter_items
@@ -314,6 +315,9 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     loaded = LoadedModel(experiment=experiment, records=records, weights=checkpoint.weights_id)
     with Reporter(console, 0) as reporter:
         loaded.failed |= check_records(experiment, records, ranks, reporter)
+        mixed = mixed_codings_of(experiment, records)
+        if mixed is not None:
+            reporter.note(f"warning: {mixed}. Convert the masks to one coding.")
     if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(first_problems([*loaded.failed.values()])))
     return loaded

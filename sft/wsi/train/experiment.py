@@ -22,7 +22,7 @@ from sft.sources.image import Image
 from sft.tissue.annotations import is_annotation_file
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import SlideDataset
-from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes, mixed_codings
+from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes, mixed_codings, remedy_of_codings
 from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.data.tile_bags import TileDataset
@@ -49,6 +49,7 @@ __all__ = [
     "check_slides",
     "compile_model",
     "load_experiment",
+    "mixed_codings_of",
     "segmentation_counts",
     "segmentation_loss",
 ]
@@ -219,9 +220,9 @@ def _absent_classes(experiment: Experiment, records: Sequence[SlideRecord]) -> t
     return absent_classes(maps, experiment.task.classes, experiment.config.data.mask_values)
 
 
-def _mixed_codings(experiment: Experiment) -> str | None:
-    """Problem of label maps of which some say 1 and others 255 for one class; annotations state their classes by name."""
-    label_values, records = experiment.feed.label_values, experiment.table.records
+def mixed_codings_of(experiment: Experiment, records: Sequence[SlideRecord]) -> str | None:
+    """Problem of checked label maps of which some say 1 and others 255 for one class; annotations state their classes by name."""
+    label_values = experiment.feed.label_values
     maps = {
         str(record.mask): label_values[record.name]
         for record in records
@@ -255,9 +256,9 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
     absent, text = _absent_classes(experiment, experiment.records("train"))
     if absent:
         raise DatasetError(str(experiment.config.data.csv), [f"no training slide has a pixel of class {', '.join(absent)}: {text}"])
-    mixed = _mixed_codings(experiment)
+    mixed = mixed_codings_of(experiment, experiment.table.records)
     if mixed is not None:
-        raise DatasetError(str(experiment.config.data.csv), [mixed])
+        raise DatasetError(str(experiment.config.data.csv), [f"{mixed}. {remedy_of_codings(experiment.task.classes)}"])
     monitor = experiment.config.train.monitor
     targets = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
     if targets and not is_measurable(experiment.task, monitor, targets):

@@ -170,6 +170,10 @@ def test_an_evaluation_warns_about_masks_of_another_kind(tmp_path: Path, capsys:
     assert main(["evaluate", str(tmp_path / "run"), "--csv", str(other), "--bootstrap", "0"]) == 0
     said = "".join(capsys.readouterr())
     assert "warning: no slide has a pixel of class b" in said and "255 (2,048 px)" in said
+    both = write_table(tmp_path / "both.csv", [{"slide": "s0.tif", "mask": "m9.png"}, {"slide": "s1.tif", "mask": "m1.png"}])
+    assert main(["evaluate", str(tmp_path / "run"), "--csv", str(both), "--bootstrap", "0"]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "warning: 1 label map holds 1 but no 255, such as" in said and "Convert the masks to one coding." in said
 
 
 @pytest.mark.parametrize(

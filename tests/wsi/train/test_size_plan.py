@@ -38,6 +38,18 @@ def test_a_login_node_plans_for_a_gpu(size: list[str], tmp_path: Path, capsys: p
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+@pytest.mark.parametrize("size", [["--size", "1024x512"], ["--size=1024x512"]])
+def test_a_size_needs_no_table(
+    size: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ["--model.backbone", "tests.helpers.wsi:tiny_net", "--model.budget", "64MiB", "--train.device", "cpu"]
+    assert run_wsi(["plan", *size, *model]) == 0
+    assert "Slide of 1024 x 512 px (width x height), on cpu" in capsys.readouterr().out
+    assert run_wsi(["plan", *model]) == 2
+    assert "plan needs data.csv" in capsys.readouterr().err
+
+
 def test_weights_of_a_file_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(tmp_path / "c.yaml", model={"weights": str(tmp_path / "no_such_weights.pt")}, train={"device": "cpu"})
     assert run_wsi(["plan", "--config", str(config), "--size", "1024x512"]) == 0

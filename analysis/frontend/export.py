@@ -231,7 +231,7 @@ class _Exporter:
         if own_error is None:
             self._accepts_input = True
             return
-        raised = model_error(own_error, self._model, self._shapes)
+        raised = model_error(own_error, self._model, self._shapes, self._dtypes)
         raise raised from (None if raised is own_error else own_error)
 
 

@@ -123,18 +123,25 @@ class _ShapeEntry:
 def bind_shapes(model: nn.Module, input_shape: InputShape) -> tuple[InputShape, CallStructure | None]:
     """The ``input_shape`` of ``sft.compile`` as a sequence of shapes, and the structure of the calls that it describes.
 
-    A mapping describes a call by names, ``net(**batch)``; a mapping inside a sequence describes a dictionary among the arguments.
+    A mapping describes a call by names, ``net(**batch)``. A mapping inside a sequence describes a dictionary among the arguments, and a
+    sequence of shapes inside a sequence a list or tuple of inputs, ``net([first, second])``.
 
     Raises:
         InputError: as :func:`bind_arguments`.
     """
     if isinstance(input_shape, Mapping):
         arguments = bind_arguments(model, (), {name: _with_entries(value) for name, value in input_shape.items()})
-    elif isinstance(input_shape, (list, tuple)) and any(isinstance(item, Mapping) for item in input_shape):
+    elif isinstance(input_shape, (list, tuple)) and any(map(_is_container, input_shape)):
         arguments = bind_arguments(model, tuple(_with_entries(item) for item in input_shape), {})
     else:
         return input_shape, None
     return [value.shape if isinstance(value, _ShapeEntry) else value for value in arguments.inputs], arguments.structure
+
+
+def _is_container(item: Any) -> bool:
+    """True for a description of an argument that contains inputs, and is not the shape of one."""
+    is_several = isinstance(item, (list, tuple)) and any(isinstance(entry, (list, tuple, torch.Tensor)) for entry in item)
+    return isinstance(item, Mapping) or is_several
 
 
 def _with_entries(value: Any) -> Any:

@@ -54,7 +54,8 @@ def compile(
             - a tensor on any device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``: its shape, integer type,
               channels-last layout, and ``requires_grad``;
             - the input itself (an array, a slide, a source), which is read in strips and never resident;
-            - a dictionary for calls by name, ``net(**batch)``; inside a sequence, for a dictionary among the arguments, ``net(batch)``.
+            - a dictionary for calls by name, ``net(**batch)``; inside a sequence, for a dictionary among the arguments, ``net(batch)``;
+            - a list of shapes inside a sequence, ``[[first, second]]``, for a list among the arguments, ``net([x, y])``.
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             if ``optimizer`` is given, inputs, outputs, and all memory of the step. On a mesh, of each rank. ``"auto"`` is what the device
             has free, less a margin, read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default:

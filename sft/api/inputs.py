@@ -288,6 +288,11 @@ def _check_dense(name: str, value: Tensor) -> None:
 
 def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
     _check_dense(name, value)
+    if value.is_complex():
+        raise InputError(
+            f"{name} has dtype {value.dtype}, and inputs are real: give real and imaginary parts as two inputs, and call "
+            "torch.complex(real, imaginary) in `forward`"
+        )
     if value.dtype != dtype:
         raise InputError(f"{name} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
     check_extents(name, value.shape)

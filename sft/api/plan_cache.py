@@ -23,7 +23,7 @@ from sft.api.graph_forms import GraphForm, GraphForms
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
 from sft.api.plan_search import PlanSearch, first_fitting
 from sft.api.settings import CompileSettings, PlanningRequest
-from sft.common.byte_units import format_bytes
+from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
@@ -219,8 +219,9 @@ class PlanCache:
             names = ", ".join(f"input {position}" for position, needs_grad in enumerate(signature.input_grads) if needs_grad)
             problem_text = str(error).partition("\n")[0]
             raise BudgetError(
-                f"{problem_text} The plan that fits is for inputs without a gradient, and this call asks for that of {names}: give "
-                "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
+                f"{problem_text} The plan that fits is for inputs without a gradient, and this call asks for that of {names}: compile with "
+                "a tensor that requires a gradient as input_shape; or, if no parameter or image before this model is trained, give "
+                f"x.detach().\nTry: budget={size_at_least(error.needed_bytes).replace(' ', '')!r}",
                 needed_bytes=error.needed_bytes,
             ) from error
 

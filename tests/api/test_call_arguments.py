@@ -130,6 +130,20 @@ def test_shapes_of_containers_and_keywords() -> None:
     assert relative_error(varying(_BATCHES["ordered dict"]), model(_BATCHES["ordered dict"])) <= 1e-12
 
 
+@pytest.mark.parametrize("described", [[_SHAPE, torch.empty(_SHAPE)], (_SHAPE, _SHAPE), (_SHAPE, 3, None, [_SHAPE])])
+def test_shapes_of_lists_among_the_arguments(described: Any) -> None:
+    """``net([x, y])`` is described by a list in a list; a list of shapes alone is for ``net(x, y)``."""
+    model = seeded(_Containers)
+    net = sft.compile(model, [described], options=_OPTIONS)
+    batch = pytree.tree_map_only(tuple, lambda _: image(*_SHAPE), described, is_leaf=lambda item: item == _SHAPE)
+    batch = pytree.tree_map_only(Tensor, lambda _: image(*_SHAPE), batch)
+    plan = sft.of(net).plan
+    assert relative_error(net(batch), model(batch)) <= 1e-12
+    assert sft.of(net).plan is plan
+    assert sft.plan(model, [described], options=_OPTIONS) == plan
+    assert sft.check(model, [described]).ok
+
+
 def test_a_streamed_image_in_a_dictionary() -> None:
     model = seeded(_Containers)
     batch = {"image": image(*_SHAPE).numpy(), "weight": image(*_SHAPE, seed=1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import sft
 from sft.common.torch_internals import TorchDispatchMode
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
 from tests.helpers.models import Around, ConvNet, TinyUNet, chain, image, seeded
+from tests.helpers.plans import least_budget
 
 _SHAPE = (1, 3, 16, 12)
 
@@ -95,6 +97,54 @@ def test_wrong_input_shape_at_compile(shape: tuple[int, ...]) -> None:
 def test_impossible_shapes(shape: Any, refusal: str) -> None:
     with pytest.raises(sft.InputError, match=refusal):
         sft.plan(nn.Conv2d(3, 4, 3), shape)
+
+
+class _Indexed(nn.Module):
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(3, 4, 1), read
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return self.read(self.conv(x), index)
+
+
+@pytest.mark.parametrize(
+    ("read", "dtype"),
+    [
+        (lambda y, index: nn.functional.embedding(index[:, 0], y[0, 0]), "long"),
+        (lambda y, index: y.gather(1, index), "long"),
+        (lambda y, mask: torch.where(mask, y, 0.0), "bool"),
+        (lambda y, mask: y.masked_fill(~mask, 0.0), "bool"),
+    ],
+)
+def test_a_shape_in_place_of_an_index_names_the_tensor_to_give(read: Callable[[Tensor, Tensor], Tensor], dtype: str) -> None:
+    """The remedy for images, another order of the axes, would not help."""
+    model, index = _Indexed(read), (1, 1, 16, 12)
+    remedy = (
+        rf"every input is torch\.float32 here.*with \.{dtype}\(\).* torch\.empty\(\(1, 1, 16, 12\), dtype=torch\.{dtype}, device='meta'\)"
+    )
+    with pytest.raises(sft.InputError, match=remedy):
+        sft.compile(model, [_SHAPE, index])
+    sft.compile(model, [_SHAPE, torch.empty(index, dtype=getattr(torch, dtype), device="meta")])
+
+
+def test_a_complex_input_names_its_parts() -> None:
+    net = sft.compile(nn.Conv2d(3, 4, 3), (*_SHAPE[:3], None))
+    with pytest.raises(sft.InputError, match=r"inputs are real: .*torch\.complex\(real, imaginary\) in `forward`"):
+        net(torch.zeros(_SHAPE, dtype=torch.complex64))
+
+
+def test_an_input_that_another_model_computes_is_not_to_be_detached() -> None:
+    """Detached, the other model would have no gradient."""
+    first, second = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1)) for _ in range(2))
+    shape = (1, 3, 64, 48)
+    net = sft.compile(second, shape, budget=least_budget(second, shape))
+    with pytest.raises(sft.BudgetError, match=r"or, if no parameter or image before this model is trained, give x\.detach") as refused:
+        net(first(torch.zeros(shape)))
+    assert re.search(r"Try: budget='[\d.]+KiB'$", str(refused.value))
+    budget = str(refused.value).rpartition("=")[2].strip("'")
+    sft.compile(second, shape, budget=budget)(first(torch.zeros(shape))).sum().backward()
+    assert all(parameter.grad is not None for parameter in first.parameters())
 
 
 def test_an_array_of_a_signal_is_told_from_an_image() -> None:

@@ -35,6 +35,9 @@ _CALL_FUNCTIONS = frozenset({"_call_impl", "_wrapped_call_impl", "inner", "forwa
 _FAKE_WORDS = ("Fake", "fake", "tensor subclasses", "meta tensor", "Meta", "_share_f", "Couldn't swap", "pickle")
 
 
+#: Words of errors about operands that must be integers or booleans.
+_INDEX_WORDS = re.compile(r"(?i)\bbool(ean|tensor)?\b|\blong(tensor)?\b|\bint(32|64)\b|\bindices must be\b|\bbitwise_")
+
 #: First words of the note on an error of the user's code.
 _NOTE_START = "Raised by `forward`"
 
@@ -102,7 +105,7 @@ def is_own_error(error: BaseException) -> bool:
     return not name.startswith((_TORCH_FOLDER, ANALYSIS_FOLDER))  # function modes of the capture call torch's functions
 
 
-def model_error(error: Exception, model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> Exception:
+def model_error(error: Exception, model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> Exception:
     """The exception to raise for an error of the model: the error itself with a note, or an input error of its class."""
     sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
     if isinstance(error, SftError):
@@ -113,7 +116,8 @@ def model_error(error: Exception, model: nn.Module, shapes: Sequence[tuple[int, 
     first_line = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
     line = error_line(error)
     cause = RuntimeError if isinstance(error, AssertionError) else type(error)  # operators assert in traces only
-    hint = _detector_hint(model, first_line) or _layout_hint(model, shapes) or _integer_hint(first_line)
+    hint = _detector_hint(model, first_line) or _dtype_hint(first_line, shapes, dtypes)
+    hint = hint or _layout_hint(model, shapes) or _integer_hint(first_line)
     reason = first_line + hint + (f" (at {line})" if line else "")
     return input_error_of(cause, f"the model refuses an input of shape {sizes}: {reason}")
 
@@ -123,6 +127,17 @@ def _detector_hint(model: nn.Module, reason: str) -> str:
     if "targets" not in reason or not isinstance(getattr(model, "backbone", None), nn.Module):
         return ""
     return "; of a detector compile the backbone alone: model.backbone = sft.compile(model.backbone, input_shape)"
+
+
+def _dtype_hint(reason: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> str:
+    """Remedy for floating-point inputs in the place of indices, labels or masks: a shape alone stands for floating-point numbers."""
+    if not all(dtype.is_floating_point for dtype in dtypes) or not re.search(_INDEX_WORDS, reason):
+        return ""
+    dtype = "bool" if "bool" in reason.lower() and "long" not in reason.lower() else "long"
+    return (
+        f"; every input is {dtypes[0]} here. Convert an index, a label or a mask with .{dtype}(), and give sft.compile a tensor in place of "
+        f"its shape, such as torch.empty({tuple(shapes[-1])}, dtype=torch.{dtype}, device='meta')"
+    )
 
 
 def _layout_hint(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> str:

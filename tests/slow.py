@@ -281,7 +281,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_input_reads.py::test_the_planner_counts_bytes_read": ("panels restore",),
     "test_recurrent_layers.py::test_a_recurrent_layer_is_exact": ("lstm both ways",),
-    "test_skip_constant.py::test_panels_of_one_geometry_are_looked_at_one_by_one": (
+    "test_skip_constant.py::test_panels_of_one_geometry_are_compared_separately": (
         "3",
         "6",
     ),
@@ -337,7 +337,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "regression",
         "cox",
     ),
-    "test_resume.py::test_a_run_killed_at_every_bad_moment_ends_in_the_same_bits": (
+    "test_resume.py::test_a_run_killed_at_critical_calls_ends_in_the_same_bits": (
         "while computing",
         "while saving, and asked to end",
         "between checkpoints",
@@ -389,8 +389,8 @@ _TESTS = (
     "test_peers_benchmark.py::test_running_statistics_of_checkpointed_norms_are_wrong",
     "test_tiled_head_offload.py::test_a_small_host_budget_is_kept",
     "test_tiled_head_offload.py::test_any_budget_is_exact",
-    "test_distributed_training.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits",
-    "test_distributed_training.py::test_a_run_goes_on_with_another_number_of_ranks",
+    "test_distributed_training.py::test_a_killed_rank_is_named_and_the_run_continues_to_the_same_bits",
+    "test_distributed_training.py::test_a_run_continues_with_another_number_of_ranks",
     "test_distributed_training.py::test_bands_take_the_steps_of_one_process",
     "test_distributed_training.py::test_evaluation_is_shared_and_the_same",
     "test_distributed_training.py::test_label_maps_are_dealt_out_and_shared",
@@ -399,7 +399,7 @@ _TESTS = (
     "test_distributed_training.py::test_running_statistics_are_those_of_the_first_replica",
     "test_distributed_training.py::test_the_risks_of_a_group_are_those_of_all_replicas",
     "test_distributed_training.py::test_two_replicas_of_two_bands_take_the_steps_of_one_process",
-    "test_tasks.py::test_draws_that_lack_a_class_warn_of_nothing",
+    "test_tasks.py::test_draws_without_a_class_give_no_warning",
     "test_tasks.py::test_intervals_draw_patients_and_hold_the_estimate",
     "test_retiming.py::test_scales_from_a_label_map_wait_for_the_norm",
     "test_torch_patches_grid_sample.py::test_the_graph_is_that_of_the_decomposition",

@@ -98,7 +98,7 @@ def test_results_do_not_change(name: str, tile: tuple[int, int | None]) -> None:
 @pytest.mark.parametrize(
     ("name", "reuses"), [("scaled", True), ("read twice", True), ("moved down by padding", False), ("convolved and added", False)]
 )
-def test_outputs_that_stay_behind_their_source_reuse_it(name: str, reuses: bool) -> None:
+def test_outputs_that_lag_their_source_reuse_it(name: str, reuses: bool) -> None:
     model = seeded(lambda: _AfterStatistics(_FUNCTIONS[name]))
     assert _reuses(_assert_same(model, image(1, 3, 13, 11), sft.Options(tile=(3, None)))) == reuses
 

@@ -132,7 +132,7 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 
 
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
-def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
+def test_execution_and_frees_follow_the_schedule(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     """Segments run the ops of the schedule, and a cut lives exactly from its write to its last read."""
     found = staged[name]
     region = found.with_schedule(parse_schedule(_random_order(found, seed), len(found.choices)))
@@ -165,7 +165,7 @@ def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str,
     assert [entry.rstrip("+") for entry in log] == [move.rstrip("+") for move in run if move not in idle]
 
 
-def test_the_plain_order_is_what_no_order_means() -> None:
+def test_the_default_order_is_the_plain_one() -> None:
     assert tuple(map(str, default_schedule(3))) == ("F0+", "F1+", "F2+", "L", "B2", "B1", "B0")
 
 

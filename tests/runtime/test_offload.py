@@ -144,7 +144,7 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
 
 
 @pytest.mark.parametrize("forgotten", ["the copy back", "the copy to the host"])
-def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_copies_detect_missing_waits(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, model = _offloading()
     x = image(*_SHAPE)
     with late_copies():
@@ -199,7 +199,7 @@ class _Noting(SimulatedMachine):
 
 @_FEW
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20))
-def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
+def test_copies_and_their_positions_follow_the_order(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     found = staged[name]
     region = replace(found.region, custom_schedule=_random_order(found, seed, recomputes=True))
     machine = _Noting()
@@ -269,7 +269,7 @@ def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     assert len(_slabs(net)._free) == 2
 
 
-def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
+def test_a_slab_is_returned_after_every_end_of_a_step() -> None:
     net, _ = _offloading()
     x = image(*_SHAPE)
     y = net(x)
@@ -375,7 +375,7 @@ def test_a_budget_on_the_host_is_kept() -> None:
     [{"host_budget": "much"}, {"link_bandwidth": 0}, {"link_bandwidth": "fast"}, {"host_budget": -1}, {"link_bandwidth": True}],
     ids=str,
 )
-def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(sft.InputError, match=next(iter(options))):
         sft.Options(**options)
 
@@ -447,7 +447,7 @@ def test_tiled_segments_may_leave_too() -> None:
     assert_within_budget(net, x.detach(), budget="4GiB")
 
 
-def test_auto_keeps_recomputes_or_copies_whatever_is_fastest() -> None:
+def test_auto_selects_the_fastest_of_keeping_recomputing_and_copying() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1), nn.Sigmoid()) for i in range(6))).double()
     model.append(nn.Flatten())
     shape = (1, 3, 14, 12)

@@ -192,7 +192,7 @@ def test_a_rectangle_is_left_out_of_its_panels() -> None:
 
 
 @pytest.mark.parametrize("panel", (1, 3, 6))
-def test_panels_of_one_geometry_are_looked_at_one_by_one(panel: int) -> None:
+def test_panels_of_one_geometry_are_compared_separately(panel: int) -> None:
     """A rectangle in a single one of many panels that share their programs, and its gradient."""
     x = banded_image((1, 2, 64, 48))
     x[:, :, 4:62, max(0, 6 * panel - 12) : 6 * panel + 18] = 0.25
@@ -329,7 +329,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
         assert relative_error(ours, full) <= resolution
 
 
-def test_what_was_left_out_is_counted_by_pass() -> None:
+def test_skipped_strips_are_counted_by_pass() -> None:
     """Inference has no backward pass; without the option no strip is counted."""
     x = banded_image((1, 2, 64, 8), (0, 64))
     net: Any = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))

@@ -51,7 +51,7 @@ def test_the_front_has_the_points_that_no_other_point_betters() -> None:
     assert pareto_front([d, c, b, a]) == (a, c)
 
 
-def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_pictures_are_written_atomically(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from sft.solvers import plot
 

@@ -83,7 +83,7 @@ def _event(stream: str, label: str, start: float, end: float) -> SimulationEvent
     return SimulationEvent(stream=stream, label=label, start_seconds=start, end_seconds=end)  # type: ignore[arg-type]
 
 
-def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
+def test_copies_overlap_with_computation_and_are_waited_for() -> None:
     """x0 leaves while the forwards run; the release waits one second for it, the last backward one for its return."""
     operations = (
         offload_op("x0"),

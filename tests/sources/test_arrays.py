@@ -199,7 +199,7 @@ def test_wrong_rows_are_refused_and_nothing_is_written() -> None:
     source.rows(Interval(9, 9), torch.empty(1, 3, 0, 5))  # nothing is asked of rows that do not exist
 
 
-def test_a_source_that_cannot_be_split_says_so() -> None:
+def test_a_source_that_cannot_be_split_is_refused() -> None:
     class Pair:
         shape = (2, 1, 4, 4)
         dtype = torch.float32
@@ -267,7 +267,7 @@ def test_a_file_cut_short_while_open_raises_instead_of_killing(saved: Path, by: 
         source.rows(Interval(200, 210), torch.empty(1, 3, 10, 50))
 
 
-def test_reading_a_large_file_holds_one_strip(tmp_path: Path) -> None:
+def test_reading_a_large_file_allocates_one_strip(tmp_path: Path) -> None:
     path = tmp_path / "large.npy"
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(8192, 4096, 3)).flush()  # sparse: 96 MiB of holes
     source = ArraySource(path, mean=MEAN, std=STD)

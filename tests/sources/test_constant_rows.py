@@ -143,7 +143,7 @@ def _lines(pixels: Any, part: Interval, *, columns: bool) -> Any:
     columns=st.booleans(),
     data=st.data(),
 )
-def test_views_know_where_the_background_is(
+def test_views_state_all_constant_rows_of_their_mask(
     seed: int, size: tuple[int, int], quarters: int, mirrored: bool, is_mask: bool, columns: bool, data: st.DataObject
 ) -> None:
     """What a view claims is so, and nothing that its mask leaves out is missed, however it is cropped, turned, coloured and kept."""
@@ -179,7 +179,7 @@ def test_views_know_where_the_background_is(
     assert (claimed == lines[1:] & lines[:-1]).all()
 
 
-def test_arrays_and_labels_are_looked_at() -> None:
+def test_arrays_and_labels_are_compared_in_the_requested_columns() -> None:
     """In the columns asked for, over all batch elements; an image that does not know says nothing."""
     pixels = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     pixels[:, 2, 1:4] = pixels[:, 1, 1:4]

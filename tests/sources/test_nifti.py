@@ -35,7 +35,7 @@ def write_volume(path: Path, *, channels: int = 0, slope: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("name", ["brain.nii", "brain.nii.gz"])
 @pytest.mark.parametrize("channels", [0, 2])
-def test_voxels_and_places(tmp_path: Path, name: str, channels: int) -> None:
+def test_voxels_and_positions(tmp_path: Path, name: str, channels: int) -> None:
     expected = write_volume(tmp_path / name, channels=channels, slope=0.5)
     brain = NiftiVolume(tmp_path / name)
     assert brain.shape == expected.shape == (max(1, channels), 11, 9, 7)
@@ -90,7 +90,7 @@ def test_processes_and_pickles(tmp_path: Path) -> None:
             assert pool.apply(_mean_of, (brain,)) == expected
 
 
-def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "brain.nii"
     with pytest.raises(SourceError, match="no such file"):
         NiftiVolume(path)

@@ -47,7 +47,7 @@ def test_without_the_fast_libraries_openslide_reads(monkeypatch: pytest.MonkeyPa
         open_image(SLIDE, reader="tiff")
 
 
-def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_read_without_openslide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openslide", None)
     assert isinstance(open_image(SLIDE), TiffImage)
 
@@ -68,7 +68,7 @@ def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.Monke
         ("brain.nii.gz", b"\x1f\x8b", r"brain\.nii\.gz.*NiftiVolume"),
     ],
 )
-def test_what_is_no_image_is_named(tmp_path: Path, name: str, content: bytes, message: str, policy: Any) -> None:
+def test_files_that_are_no_images_are_named(tmp_path: Path, name: str, content: bytes, message: str, policy: Any) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(SkipSlideError if policy == "skip" else SourceError, match=message):
@@ -82,7 +82,7 @@ def _error_and_stderr(path: Path) -> tuple[str, str]:
     return str(caught.value), written.getvalue()
 
 
-def test_a_damaged_tiff_is_told_once(tmp_path: Path) -> None:
+def test_a_damaged_tiff_is_reported_once(tmp_path: Path) -> None:
     """tifffile logs the problem that is in the error; a log without a handler goes to stderr."""
     (tmp_path / "cut.tif").write_bytes(SLIDE.read_bytes()[: 1 << 20])
     with fork_context().Pool(1) as pool:

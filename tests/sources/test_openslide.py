@@ -71,7 +71,7 @@ def use_handle(monkeypatch: pytest.MonkeyPatch, handle: FakeHandle) -> None:
     monkeypatch.setattr(slide_module, "_open_handle", lambda path: handle)
 
 
-def test_a_slide_says_what_it_is(slide: Slide) -> None:
+def test_metadata_of_a_slide(slide: Slide) -> None:
     assert isinstance(slide, Image)
     assert slide.dimensions == (slide.width_px, slide.height_px) == (WIDTH_PX, HEIGHT_PX)
     assert slide.level_downsamples == (1.0,)
@@ -197,7 +197,7 @@ def test_transparency_shows_the_background(
     assert (pixels == np.array(expected)).all()
 
 
-def test_levels_count_from_the_slides_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_count_from_the_largest_level_of_the_slide(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = FakeHandle((1, 2, 3, 255), None)
     use_handle(monkeypatch, handle)
     full, small = Slide(SLIDE), Slide(SLIDE, level=1)

@@ -208,7 +208,7 @@ def test_arrays_of_zarr_and_dask_are_inputs_of_a_network(kind: str, tmp_path: Pa
     torch.testing.assert_close(net(source), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_compile_takes_a_zarr_array_as_it_is(tmp_path: Path) -> None:
+def test_compile_accepts_a_zarr_array(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     pixels = numbers((3, 40, 30), "uint16")
     array = zarr.create_array(str(tmp_path / "a.zarr"), data=pixels, chunks=(3, 16, 16))

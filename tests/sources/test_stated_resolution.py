@@ -101,7 +101,7 @@ def test_sizes_that_ome_states_are_believed(tmp_path: Path) -> None:
     assert TiffImage(tmp_path / "a.ome.tif").mpp == pytest.approx((50.0, 50.0))
 
 
-def test_slide_info_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slide_info_has_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slide-info", str(_file(tmp_path / "a.tif", (72, 72)))]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "resolution unknown (the file states 352.778 µm/px (72 dpi)" in told and "column mpp" in told

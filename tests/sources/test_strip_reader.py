@@ -132,7 +132,7 @@ def test_the_reader_stays_a_bounded_number_of_strips_ahead() -> None:
     assert reader.buffer_bytes == 3 * 2 * 2 * 3 * 4
 
 
-def test_a_strip_that_is_held_is_never_overwritten() -> None:
+def test_a_referenced_strip_is_never_overwritten() -> None:
     source = Counting(40)
     intervals = strips_of(40, 4, 1)
     with StripReader(source, intervals, num_buffers=3) as reader:
@@ -145,7 +145,7 @@ def test_a_strip_that_is_held_is_never_overwritten() -> None:
     assert torch.equal(kept, source.content[0, 1, 2:5])
 
 
-def test_holding_every_buffer_is_an_error_and_dropping_one_mends_it() -> None:
+def test_references_to_all_buffers_are_an_error_until_one_is_dropped() -> None:
     source = Counting(40)
     with StripReader(source, strips_of(40, 4, 0)) as reader:
         held = [next(reader), next(reader)]
@@ -157,7 +157,7 @@ def test_holding_every_buffer_is_an_error_and_dropping_one_mends_it() -> None:
         list(StripReader(source, strips_of(40, 4, 0)))
 
 
-def test_reading_a_large_array_holds_a_few_strips(tmp_path: Path) -> None:
+def test_reading_a_large_array_allocates_a_few_strips(tmp_path: Path) -> None:
     array = np.lib.format.open_memmap(tmp_path / "large.npy", mode="w+", dtype=np.uint8, shape=(4096, 2048, 3))  # 24 MiB
     intervals = strips_of(4096, 64, 3)
     strip_bytes = 70 * 2048 * 3 * 4
@@ -219,7 +219,7 @@ def test_a_forgotten_reader_ends_its_thread() -> None:
     assert threads() == []
 
 
-def test_what_comes_next_is_checked() -> None:
+def test_the_next_interval_is_checked() -> None:
     with StripReader(Counting(40), strips_of(40, 20, 0)) as reader:
         with pytest.raises(InputError, match=r"rows \[20, 40\).*position 0.*start=0, stop=20"):
             reader.take(Interval(20, 40))

@@ -115,7 +115,7 @@ def test_jpeg_2000_of_aperio_is_openslides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["jpeg2000", "webp"])
-def test_what_openslide_cannot_read(tmp_path: Path, codec: str) -> None:
+def test_files_that_openslide_cannot_read(tmp_path: Path, codec: str) -> None:
     path = tmp_path / "slide.tif"
     lossless: dict[str, Any] = {"compressionargs": {"lossless": True}} if codec == "webp" else {}
     (pixels,) = write_slide(path, tissue_like(130, 200), compression=codec, **lossless)
@@ -253,7 +253,7 @@ def test_a_tile_whose_place_is_the_header(tmp_path: Path) -> None:
     assert np.array_equal(filled[:, 64:], pixels[:, 64:])
 
 
-def test_what_we_refuse_openslide_gets(tmp_path: Path) -> None:
+def test_openslide_reads_refused_files(tmp_path: Path) -> None:
     path = tmp_path / "alpha.tif"
     import tifffile
 
@@ -265,7 +265,7 @@ def test_what_we_refuse_openslide_gets(tmp_path: Path) -> None:
         open_image(path, reader="tiff")
 
 
-def test_turned_images_and_tiles_that_are_not_listed_are_given_to_nobody(tmp_path: Path) -> None:
+def test_no_reader_gets_turned_images_and_unlisted_tiles(tmp_path: Path) -> None:
     """OpenSlide turns each tile by itself, and takes tiles that are not there for white."""
     import tifffile
 

@@ -67,7 +67,7 @@ def test_wrong_crops() -> None:
 
 
 @pytest.mark.parametrize(("budget", "kept_blocks"), [("1GiB", 13), (2220 * 240 * 3 * 5, 5), (2220 * 240 * 3 * 5 - 1, 4), (1000, 0)])
-def test_what_fits_is_decoded_once_for_all_passes(budget: int | str, kept_blocks: int) -> None:
+def test_rows_that_fit_are_decoded_once_for_all_passes(budget: int | str, kept_blocks: int) -> None:
     tiff = TiffImage(SLIDE, num_threads=1)
     image = Cached(tiff, host_budget_bytes=budget)
     expected = TiffImage(SLIDE).read(0, 0, WIDTH_PX, HEIGHT_PX)
@@ -85,7 +85,7 @@ def test_what_fits_is_decoded_once_for_all_passes(budget: int | str, kept_blocks
     assert whole <= image.kept_bytes <= whole + 2220 * 3 * last_rows
 
 
-def test_the_account_of_a_cache() -> None:
+def test_counters_of_a_cache() -> None:
     image = Cached(ArrayImage(tissue_like(200, 50)), host_budget_bytes="1MiB")
     assert np.array_equal(np.concatenate(list(read_strips(image, 64))), tissue_like(200, 50))
     assert (image.num_blocks_read, image.num_blocks_reused) == (4, 0)

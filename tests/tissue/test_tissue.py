@@ -274,7 +274,7 @@ def qupath(geometry: Any, name: str | None = None) -> Any:
         ({"type": "Polygon", "coordinates": [[[0, 0], [10, 10], [10, 0], [0, 10], [0, 0]]]}, 50),  # a bow tie
     ],
 )
-def test_what_qupath_exports(tmp_path: Path, content: Any, area: float) -> None:
+def test_exports_of_qupath(tmp_path: Path, content: Any, area: float) -> None:
     path = tmp_path / "export.geojson"
     path.write_text(json.dumps(content))
     regions = read_geojson(path)
@@ -306,7 +306,7 @@ def test_no_tissue_is_no_feature(tmp_path: Path) -> None:
         (b'{"a":' * 100_000, "too many levels"),
     ],
 )
-def test_what_is_no_geojson_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_files_that_are_no_geojson_are_named(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "export.geojson"
     path.write_bytes(content)
     with pytest.raises(SourceError, match=rf"export\.geojson as GeoJSON: .*{reason}.*Export it again") as refused:

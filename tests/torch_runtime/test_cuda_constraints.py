@@ -253,7 +253,7 @@ def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatc
     assert all(all(each) for each in targets)
 
 
-def test_kernels_for_older_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_older_gpus_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.backends.resolve.has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
     for capability, count in (((7, 5), 1), ((8, 0), 0)):

@@ -88,7 +88,7 @@ def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | No
     assert 0 < recorder.num_records < store.num_replays
 
 
-def test_what_the_budget_has_left_decides() -> None:
+def test_the_rest_of_the_budget_determines_recordings() -> None:
     torch.manual_seed(0)
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
     everything, _ = _with_recordings(net)

@@ -388,7 +388,7 @@ def test_a_dry_run_on_the_meta_device() -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_says_where_outputs_go() -> None:
+def test_a_plan_has_the_destination_of_outputs() -> None:
     model = seeded(Supervised)
     plan = sft.plan(model, (1, 3, 17, 14), output="host", options=sft.Options(tile=(4, None)))
     assert plan.output_placements == ("host",) * 4 and "4 output(s) on the host" in " ".join(plan.explain().split())

@@ -273,7 +273,7 @@ def test_any_tiling_is_exact(name: str) -> None:
     any_case()
 
 
-def test_what_is_kept_whole_may_be_a_view_of_the_image() -> None:
+def test_untiled_residuals_may_be_views_of_the_image() -> None:
     pixels = random_pixels(2, 12, 9, 3)
     target = np.zeros((2, 12, 9, 3))
     gradient = torch.from_numpy(target).permute(0, 3, 1, 2)
@@ -333,7 +333,7 @@ def test_frozen_parameters_and_a_gradient_of_the_input() -> None:
     assert not net(pixels).requires_grad
 
 
-def test_a_second_backward_pass_replaces_what_the_first_wrote() -> None:
+def test_a_second_backward_pass_replaces_the_gradients_of_the_first() -> None:
     pixels, target = random_pixels(1, 30, 20, 3), np.full((30, 20, 3), 7.0)
     net = sft.compile(seeded(Residual), pixels, options=sft.Options(tile=(6, None), state_every=2))
     loss = net(pixels, input_grad=target).square().sum()

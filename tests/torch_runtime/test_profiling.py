@@ -58,7 +58,7 @@ class _Scaled:
         return x
 
 
-def test_what_was_added_is_found_again(tmp_path: Path) -> None:
+def test_added_times_are_read_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "costs.txt"
     costs = TimingCache(path, "some device")
     assert costs.get("a") is None and not path.exists()
@@ -73,7 +73,7 @@ def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     assert TimingCache(path).get("a") == 0.25
 
 
-def test_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_times(tmp_path: Path) -> None:
     path = tmp_path / "costs.txt"
 
     def write(number: int) -> None:
@@ -167,7 +167,7 @@ def test_times_are_measured_where_no_file_can_be(tmp_path: Path, monkeypatch: py
     assert plan.projected_seconds is not None and (tmp_path / "file").read_text() == "not a folder"
 
 
-def test_a_bar_is_shown_to_people_who_ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
     _measure(_Block())
     assert capsys.readouterr() == ("", "")
@@ -184,7 +184,7 @@ def _program(extent: int, value: float = 1.0, function: Any = torch.ops.aten.mul
     return emitter.finish()
 
 
-def test_programs_are_known_by_what_they_do() -> None:
+def test_programs_are_identified_by_their_content() -> None:
     plain = program_hash(_program(4))
     assert plain is not None and plain == program_hash(_program(4, name="another"))
     others = [_program(5), _program(4, 2.0), _program(4, function=torch.ops.aten.add.Scalar), _program(4, function=_doubled)]

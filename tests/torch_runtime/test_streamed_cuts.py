@@ -165,7 +165,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningPro
         sft.plan(model, shape, budget=budget, options=sft.Options(host_budget=report.plan.host_bytes // 8))
 
 
-def test_the_link_tells_streaming_from_keeping(problems: list[PlanningProblem]) -> None:
+def test_the_link_rate_decides_between_streaming_and_keeping(problems: list[PlanningProblem]) -> None:
     """Of two plans that fit, the faster one at the link's rate is chosen."""
     model, shape = seeded(Normed), (1, 3, 96, 48)
     least = least_budget(model, shape, _HOST)
@@ -179,7 +179,7 @@ def test_the_link_tells_streaming_from_keeping(problems: list[PlanningProblem]) 
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_nothing_stays_on_the_host(folder: bool, problems: list[PlanningProblem], tmp_path: Path) -> None:
+def test_no_memory_remains_on_the_host(folder: bool, problems: list[PlanningProblem], tmp_path: Path) -> None:
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     options = sft.Options(host_folder=str(tmp_path)) if folder else sft.Options()
@@ -415,7 +415,7 @@ def test_inference_streams_too(problems: list[PlanningProblem]) -> None:
     torch.testing.assert_close(net(image(*_SHAPE)), eager(image(*_SHAPE)), rtol=1e-12, atol=1e-12)
 
 
-def test_what_cannot_be_streamed_is_refused(problems: list[PlanningProblem]) -> None:
+def test_cuts_that_cannot_be_streamed_are_refused(problems: list[PlanningProblem]) -> None:
     model = seeded(Normed)
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
     first = next(i for i, segment in enumerate(plan.segments) if segment.mode == "tiled")

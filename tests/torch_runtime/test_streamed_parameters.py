@@ -61,7 +61,7 @@ def test_streamed_weights_are_exact_to_the_byte(name: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_streamed_weights_in_strips_run_again_and_beside_copies(name: str, options: dict[str, Any]) -> None:
+def test_streamed_weights_with_recomputation_and_copies(name: str, options: dict[str, Any]) -> None:
     model, asked = seeded(MODELS[name]), sft.Options(weights="stream", **options)
     budget = "4GiB" if "tile" in options else least_budget(copy.deepcopy(model), tuple(x_of(name).shape), asked)
     report = assert_exact(model, x_of(name), budget=budget, options=asked, input_grad="tile" in options)
@@ -70,7 +70,7 @@ def test_streamed_weights_in_strips_run_again_and_beside_copies(name: str, optio
         assert report.plan.total_bytes == budget
 
 
-def test_the_smallest_budget_is_a_share_of_the_resident_one_and_auto_takes_what_fits() -> None:
+def test_the_smallest_budget_is_a_share_of_the_resident_one_and_auto_selects_a_plan_that_fits() -> None:
     model, shape = seeded(Mlp), (4, 16)
     resident, streamed = least_budget(copy.deepcopy(model), shape, sft.Options()), least_budget(copy.deepcopy(model), shape, STREAM)
     assert streamed < resident / 2
@@ -127,7 +127,7 @@ def test_other_sizes_eval_no_grad_and_several_backward_passes() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_what_no_gradient_reaches_has_none() -> None:
+def test_parameters_without_gradients() -> None:
     model, plain = seeded(TwoHeads), seeded(TwoHeads)
     for part in (model, plain):
         part.tied.bias.data = part.second.bias.data  # tied by their memory
@@ -153,7 +153,7 @@ def test_what_no_gradient_reaches_has_none() -> None:
     assert torch.equal(model.tied.bias, model.second.bias)
 
 
-def test_the_model_stays_the_users() -> None:
+def test_a_model_and_its_compiled_modules_share_streamed_weights() -> None:
     model, plain = seeded(Vgg), seeded(Vgg)
     net, x = sft.compile(model, SHAPE, options=STREAM), image(*SHAPE)
     net(x).sum().backward()
@@ -178,7 +178,7 @@ def test_the_model_stays_the_users() -> None:
     torch.testing.assert_close(net(x), other(x))
 
 
-def test_what_is_refused_says_what_to_do(tmp_path: Path) -> None:
+def test_refusals_name_remedies(tmp_path: Path) -> None:
     with pytest.raises(sft.InputError, match=r"choose one of resident, stream, auto"):
         sft.Options(weights="disk")
     with pytest.raises(sft.InputError, match="drop one"):
@@ -254,7 +254,7 @@ class _RecordingMachine:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
+def test_a_pass_has_the_weights_of_a_move_and_of_the_next(ahead: bool) -> None:
     machine: Any = _RecordingMachine()
     names = "abc"
     weights = StreamedWeights(num_bytes=dict.fromkeys(names, 8), grad_transfers=dict.fromkeys(names, GradientTransfer()), reads_ahead=ahead)
@@ -290,7 +290,7 @@ def _assigned(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_other_head, _assigned])
-def test_parameters_that_come_in_the_place_of_others_are_streamed(change: Any) -> None:
+def test_replaced_parameters_are_streamed(change: Any) -> None:
     model, x = seeded(MODELS["vgg"]), x_of("vgg")
     net = sft.compile(model, SHAPE, options=STREAM)
     net(x).sum().backward()

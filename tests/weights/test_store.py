@@ -295,7 +295,7 @@ def _reserve(path: Path, connection: Connection, *, forks: bool) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "close fork", "kill", "exit"])
-def test_the_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, end: str) -> None:
+def test_the_second_process_is_refused_and_the_first_continues(tmp_path: Path, end: str) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill).close()
     context = fork_context()
@@ -327,7 +327,7 @@ def test_the_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, end
         holder.join()
 
 
-def test_a_dead_writer_holds_no_lock(tmp_path: Path) -> None:
+def test_a_killed_writer_has_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "w"
     store = DiskStore.create(path, _EQUAL, _fill)
     store.begin()

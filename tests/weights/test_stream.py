@@ -136,7 +136,7 @@ def test_blocks_are_changed_in_the_window_and_written() -> None:
     assert stream.counters.written_bytes == 64
 
 
-def test_the_window_is_all_that_a_pass_holds(tmp_path: Path) -> None:
+def test_a_pass_allocates_only_the_window(tmp_path: Path) -> None:
     store = DiskStore.create(tmp_path / "w", [_LAYOUT] * 50, _fill)
     stream = WeightStream(store, "cpu", window_bytes=300)
     assert stream.prefetch

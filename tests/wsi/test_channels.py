@@ -202,7 +202,7 @@ def test_errors_of_readers_name_settings_of_the_run(tmp_path: Path) -> None:
     assert np.array_equal(pixels.mul(255).round().numpy(), bands[[3, 0]])
 
 
-def test_label_maps_lie_where_their_map_coordinates_say(tmp_path: Path) -> None:
+def test_label_maps_are_at_their_map_coordinates(tmp_path: Path) -> None:
     rasterio = pytest.importorskip("rasterio")
     profile = {"driver": "GTiff", "height": 32, "width": 32, "count": 1, "crs": "EPSG:32632"}
     values = np.random.default_rng(0).integers(0, 2, (32, 32)).astype(np.uint8)

@@ -78,7 +78,7 @@ def test_complete_folds_are_not_computed_again_and_others_are(
     assert "train.lr (was 0.01, is 0.5)" in capsys.readouterr().err
 
 
-def test_mistakes_of_folds_are_told(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_folds_are_reported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["folds", "--config", str(trained / "c.yaml"), "--run", str(tmp_path / "cv")]
     cases = [
         ([], 1, "the number of folds is not given: add --folds 5"),
@@ -162,7 +162,7 @@ def test_a_metric_that_a_run_lacks_is_left_out_of_the_mean() -> None:
         (Task(kind="segmentation", classes=("a", "b"), num_outputs=2), [(), ()], (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)),
     ],
 )
-def test_predictions_are_read_back_as_they_were_written(task: Task, targets: Any, output: tuple[float, ...], tmp_path: Path) -> None:
+def test_written_predictions_are_read_back(task: Task, targets: Any, output: tuple[float, ...], tmp_path: Path) -> None:
     written = [
         Prediction(
             name=f"s,{number}", patient="p", split="test", target=target, output=output, loss=float("nan") if target is None else 1 / 3

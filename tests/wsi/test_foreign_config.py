@@ -45,7 +45,7 @@ def _rewrite(path: Path, backbone: str, **options: object) -> None:
         ("torch:load", "torch holds functions"),
     ],
 )
-def test_no_command_runs_what_a_configuration_names(
+def test_no_command_runs_code_of_a_configuration(
     run: Path, command: str, backbone: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"command": "touch touched"} if backbone == "os:system" else {"f": "x"} if backbone == "torch:load" else {"self": "touched"}

@@ -122,7 +122,7 @@ def test_a_step_is_that_of_the_plain_network(trained: Path, tmp_path: Path) -> N
         assert torch.allclose(ours[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()) + 1e-8), name
 
 
-def test_a_run_that_was_asked_to_end_goes_on_to_the_same_bits(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminated_run_continues_to_the_same_bits(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = _command(tmp_path, trained / "slides.csv")
     original, calls = GradientAccumulator._forward, 0
 

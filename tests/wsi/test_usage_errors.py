@@ -39,7 +39,7 @@ def _error(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) 
         (["--conf", "c.yaml"], "unrecognized arguments"),
     ],
 )
-def test_a_wrong_option_is_told_in_words(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_one_message(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in _error(["train", "--data.csv", "t.csv", *options], 2, capsys)
 
 
@@ -73,7 +73,7 @@ def test_missing_arguments_name_their_options(capsys: pytest.CaptureFixture[str]
         ("data: {csv: t.csv}\nmodel: {weights: none.pt, backbone: 'torch.nn:Flatten'}\n", "no slides"),
     ],
 )
-def test_a_wrong_configuration_is_told_with_its_place(
+def test_a_wrong_configuration_is_reported_with_its_place(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -93,7 +93,7 @@ def test_a_pipe_is_refused_and_not_waited_for(
     assert "it is a pipe or a device, not a file" in capsys.readouterr().err
 
 
-def test_names_in_a_table_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_a_table_are_escaped_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "t.csv"
     table.write_text(f"slide,label\n\x1b[2J\u202es.tif,a\n{'x' * 5000},b\nc.tif\n")
     assert main(["train", "--data.csv", str(table), "--model.backbone", "torch.nn:Conv2d"]) == 1

@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+def test_a_run_writes_its_documented_files(trained: Path) -> None:
     run = trained / "run"
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["train"]["lr"] == 0.01 and config["model"]["norm"] == "auto"
@@ -325,7 +325,7 @@ def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, ca
     assert main([*arguments, str(int(named[1]) - 1)]) == 1
 
 
-def test_a_dry_run_writes_nothing_and_tells_the_plan(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing_and_prints_the_plan(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--json"]
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", *arguments, "--dry-run"]) == 0
@@ -411,7 +411,7 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
     assert (tmp_path / "run" / "summary.md").exists()
 
 
-def test_a_full_disk_is_told_before_a_gradient_is_computed(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_before_a_gradient_is_computed(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The process died of a signal, without a word, where the mapped file had no room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, before[1]))
@@ -424,7 +424,7 @@ def test_a_full_disk_is_told_before_a_gradient_is_computed(trained: Path, tmp_pa
     assert not list(tmp_path.rglob(".partial-*"))
 
 
-def test_tissue_is_found_drawn_and_may_be_given_back_as_a_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_computed_tissue_mask_is_drawn_and_accepted_as_a_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.svs").write_bytes(b"no slide")
     slide = _ROOT / "examples" / "data" / "CMU-1-Small-Region.svs"
     assert main(["tissue", str(slide), str(tmp_path / "none.svs"), "--out", str(tmp_path / "out"), "--json"]) == 3
@@ -501,7 +501,7 @@ def test_damaged_files_of_a_run_are_named(trained: Path, tmp_path: Path, capsys:
     assert [row["step"] for row in read_rows(run / "steps.csv")] == ["1"]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "run" / "checkpoints", tmp_path / "c")
     folder = CheckpointFolder(tmp_path / "c")
     newest = folder.load("last")
@@ -520,7 +520,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_pat
         folder.load("last")
 
 
-def test_the_ready_configuration_is_read_as_it_is_written() -> None:
+def test_the_ready_configuration_is_valid() -> None:
     from sft.wsi.cli import read_config
 
     path = _ROOT / "examples" / "wsi" / "config.yaml"

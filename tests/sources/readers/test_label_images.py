@@ -228,7 +228,7 @@ def test_grey_values_with_a_colour_table(kind: str, tmp_path: Path) -> None:
         ("two.gif", "2 images of 90 x 70 px"),
     ],
 )
-def test_what_is_no_label_map(name: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_no_label_maps(name: str, message: str, tmp_path: Path) -> None:
     path, labels = tmp_path / name, _map()
     if name == "folder":
         path.mkdir()
@@ -272,7 +272,7 @@ def test_polygons_are_no_label_map(tmp_path: Path, name: str) -> None:
         ((0, 0), 2, (45, 35)),  # a level: without the incomplete pixels at the border
     ],
 )
-def test_georeferenced_labels_lie_where_their_map_coordinates_say(
+def test_georeferenced_labels_are_at_their_map_coordinates(
     first: tuple[float, float], step: float, size: tuple[int, int], tmp_path: Path
 ) -> None:
     rasterio = pytest.importorskip("rasterio")

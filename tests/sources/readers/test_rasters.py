@@ -175,7 +175,7 @@ def test_openslide_gets_no_samples_that_it_would_round_or_drop(dtype: str, bands
 
 
 @pytest.mark.parametrize(("nodata", "background"), [(-9999, 0), (70_000, 65_535), (float("nan"), 0), (12.4, 12)])
-def test_nodata_that_the_type_does_not_have(nodata: float, background: float, tmp_path: Path) -> None:
+def test_nodata_outside_of_the_type(nodata: float, background: float, tmp_path: Path) -> None:
     """Policy: no stored pixel has it, and missing tiles are the nearest value, as in GDAL."""
     import tifffile
 
@@ -210,7 +210,7 @@ def test_a_mosaic_of_files_with_one_grid(tmp_path: Path) -> None:
         open_image(tmp_path / "both.vrt").read(50, 10, 40, 30)
 
 
-def test_what_is_no_image(tmp_path: Path) -> None:
+def test_files_that_are_no_images(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tif", numbers((40, 50, 1), "uint8"))
     with rasterio.open(path, "r+") as file:
         file.write_colormap(1, {1: (255, 0, 0, 255)})
@@ -248,7 +248,7 @@ def test_without_rasterio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         open_image(path, mask="fill")
 
 
-def test_percentiles_leave_a_mask_channel_as_it_is(tmp_path: Path) -> None:
+def test_percentiles_do_not_change_a_mask_channel(tmp_path: Path) -> None:
     pixels = numbers((40, 50, 2), "uint16") + 1
     pixels[:10] = 0
     write(tmp_path / "a.tif", pixels, nodata=0)

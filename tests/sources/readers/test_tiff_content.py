@@ -135,7 +135,7 @@ def test_levels_of_16_bits(tmp_path: Path) -> None:
     assert (image.width_px, image.height_px) == (48, 64) and np.array_equal(image.read(0, 0, 48, 64), pixels[::2, ::2])
 
 
-def test_strips_cost_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_strips_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """openslide/openslide#656, openslide-python#153: striped files."""
     monkeypatch.setattr("sft.sources.open.COSTLY_BYTES", 10_000)
     monkeypatch.setattr("sft.sources.tiff.reader.COSTLY_BYTES", 10_000)
@@ -169,7 +169,7 @@ def test_missing_tiles_of_every_type(dtype: str, value: float, tmp_path: Path) -
     assert image.background == (value,) * 3 and (image.read(16, 0, 16, 16) == value).all() and (image.read(0, 0, 16, 16) == 3).all()
 
 
-def test_what_openslide_would_convert_is_never_given_to_it(tmp_path: Path) -> None:
+def test_openslide_never_reads_files_that_it_would_convert(tmp_path: Path) -> None:
     """A sparse TIFF of 16 bits: OpenSlide opens it, with half of the bits."""
     _write_sparse(tmp_path / "a.tif", 3000, "uint16", 3)
     image = open_image(tmp_path / "a.tif")

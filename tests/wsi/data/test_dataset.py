@@ -101,7 +101,7 @@ def test_tissue_is_found_once_and_cropped_at_any_resolution(tmp_path: Path) -> N
     assert "no tissue is found" in str(feed.check(_record(tmp_path / "glass.tif")))
 
 
-def test_label_maps_that_label_nothing_are_told_before_anything_runs(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+def test_label_maps_without_labels_are_refused_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
     record, pixels = slide
     labels = np.full(pixels.shape[:2], 255, np.uint8)
     feed = _feed(tmp_path, task={"kind": "segmentation", "classes": ["light", "dark"]})

@@ -20,7 +20,7 @@ from tests.helpers.wsi import real_pixels, write_config, write_task
 from tests.helpers.wsi import run_wsi as main
 
 
-def test_what_was_begun_is_taken_and_opened_once() -> None:
+def test_a_started_slide_is_opened_once() -> None:
     ahead, threads = SlidePrefetcher(), []
 
     def opened() -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def test_an_error_belongs_to_the_slide_that_has_it() -> None:
     ahead.drop()
 
 
-def test_more_is_made_ready_until_somebody_takes_it() -> None:
+def test_prefetching_continues_until_the_slide_is_taken() -> None:
     ahead, made, some = SlidePrefetcher(), [], threading.Event()
 
     def further(inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -83,7 +83,7 @@ def test_more_is_made_ready_until_somebody_takes_it() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], "nothing goes on behind the taker's back"
 
 
-def test_what_cannot_be_read_further_ahead_is_left_to_whoever_reads_it() -> None:
+def test_prefetch_errors_are_raised_by_the_reader() -> None:
     ahead = SlidePrefetcher()
 
     def further(inputs: tuple[Any, ...]) -> Iterator[None]:

@@ -20,7 +20,7 @@ def _said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join((output + errors).split())
 
 
-def test_files_that_are_no_slides_are_told_in_one_list_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_slides_are_listed_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_slide(tmp_path / "good.tif", real_pixels()[:160, :160])
     (tmp_path / "cut.svs").write_bytes(SLIDE.read_bytes()[: 1 << 19])
     (tmp_path / "renamed.svs").write_text("slide,label\nthis is a table\n")
@@ -39,9 +39,7 @@ def test_files_that_are_no_slides_are_told_in_one_list_before_training(tmp_path:
     assert not list((tmp_path / "run").rglob("*.safetensors")) and not (tmp_path / "run" / "steps.csv").exists()
 
 
-def test_missing_and_empty_slides_and_patients_in_two_splits_are_told_in_one_list(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_and_empty_slides_and_patients_in_two_splits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_slide(tmp_path / "a.tif", real_pixels()[:160, :160])
     shutil.copy(tmp_path / "a.tif", tmp_path / "b.tif")
     (tmp_path / "empty.tif").touch()
@@ -59,7 +57,7 @@ def test_missing_and_empty_slides_and_patients_in_two_splits_are_told_in_one_lis
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is the device")
-def test_a_device_that_is_not_there_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_slide(tmp_path / "a.tif", real_pixels()[:64, :64])
     table = tmp_path / "t.csv"
     table.write_text("slide,label,patient,split\na.tif,x,p1,train\n", encoding="utf-8")

@@ -78,7 +78,7 @@ def test_aliases_a_byte_order_mark_and_semicolons(tmp_path: Path) -> None:
     assert (second.name, second.path, second.target, second.split, second.mpp) == ("b", tmp_path / "sub" / "b.svs", (0.0,), "val", None)
 
 
-def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_table_are_reported_at_once(tmp_path: Path) -> None:
     text = (
         "slide,label,patient,split,mpp\n"
         "a.svs,x,p1,train,0.5\n"
@@ -125,7 +125,7 @@ def test_files_that_are_no_tables(tmp_path: Path, content: bytes, message: str) 
     assert any(message in problem for problem in _problems(table))
 
 
-def test_a_table_that_is_not_there_is_a_dataset_error(tmp_path: Path) -> None:
+def test_a_missing_table_is_a_dataset_error(tmp_path: Path) -> None:
     assert "check the path" in _problems(tmp_path / "none.csv")[0]
     assert "cannot be read" in _problems(tmp_path)[0]
 
@@ -188,7 +188,7 @@ def test_settings_that_would_fail_later_or_be_ignored(make: Callable[[], object]
         make()
 
 
-def test_a_key_that_is_there_twice_and_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_duplicate_keys_and_files_that_are_no_text(tmp_path: Path) -> None:
     """The last one won, and the others were dropped."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  csv: t.csv\nmodel:\n  budget: 1GiB\nmodel:\n  budget: 2GiB\n", encoding="utf-8")
@@ -202,7 +202,7 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_no_text(tmp_path: Path) ->
         read_config(path)
 
 
-def test_paths_leave_the_root_in_no_way(tmp_path: Path) -> None:
+def test_paths_stay_below_the_root(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for given in ("../secret.svs", "x/../../secret.svs", str(tmp_path / "secret.svs"), "../root2/a.svs"):
         table = _table(tmp_path, f"slide,label\n{given},x\n", "secret.svs", "root2/a.svs", "root/in.svs")
@@ -258,7 +258,7 @@ def test_wrong_targets(tmp_path: Path, kind: TaskKind, text: str, message: str) 
 
 
 @pytest.mark.parametrize("text", ["nan", "NA", "n/a", "<NA>"])
-def test_a_label_that_stands_for_none_is_no_class(text: str, tmp_path: Path) -> None:
+def test_a_placeholder_of_a_label_is_no_class(text: str, tmp_path: Path) -> None:
     """Else a network would learn it, beside the others."""
     path = _table(tmp_path, f"slide,label\na.svs,x\nb.svs,{text}\n", "a.svs", "b.svs")
     for kind in cast("list[TaskKind]", ["classification", "multilabel"]):
@@ -268,7 +268,7 @@ def test_a_label_that_stands_for_none_is_no_class(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["NaN", "NA", "null"])
-def test_a_patient_that_stands_for_none_is_nobody(text: str, tmp_path: Path) -> None:
+def test_a_placeholder_of_a_patient_is_no_patient(text: str, tmp_path: Path) -> None:
     """Else their slides would be averaged, and kept in one split."""
     problems = _problems(_table(tmp_path, f"slide,label,patient\na.svs,x,{text}\nb.svs,y,p\n", "a.svs", "b.svs"), TaskConfig())
     message = f"line 2: patient {text!r} is what programs write for one that is missing; leave the cell empty, or name the patient"
@@ -348,7 +348,7 @@ def test_shares_of_the_patients_and_too_few_of_them() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.35, 0.4, 0.7])
 @pytest.mark.parametrize("num_patients", [20, 27])
-def test_a_share_is_what_it_says_in_all_and_in_each_class(share: float, num_patients: int) -> None:
+def test_shares_hold_in_all_and_in_each_class(share: float, num_patients: int) -> None:
     table = _made(num_patients, 3)
     config = DataConfig(csv=Path("t.csv"), val_fraction=share)
     found = assign_splits(table, config, "classification", seed=4)
@@ -389,7 +389,7 @@ def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:
         ("train: &a\n  <<: *a\n", "an alias of what it is part of"),
     ],
 )
-def test_files_that_the_reader_falls_over_are_told_by_line(text: str, words: str, tmp_path: Path) -> None:
+def test_unreadable_lines_of_tables_are_named(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=words):
         read_config(tmp_path / "c.yaml")

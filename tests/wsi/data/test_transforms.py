@@ -59,7 +59,7 @@ def test_any_rectangle_of_an_augmented_slide_has_the_bits_of_the_whole(seed: int
 
 @pytest.mark.parametrize("quarters", range(4))
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_turning_is_what_numpy_does(quarters: int, mirrored: bool) -> None:
+def test_turning_equals_numpy(quarters: int, mirrored: bool) -> None:
     pixels = _crop(20, 33)
     expected = np.rot90(pixels[:, ::-1] if mirrored else pixels, quarters)
     assert np.array_equal(_whole(Turned(_Array(pixels), quarters=quarters, mirrored=mirrored)), expected)
@@ -67,7 +67,7 @@ def test_turning_is_what_numpy_does(quarters: int, mirrored: bool) -> None:
         Turned(_Array(pixels), quarters=quarters).read(0, 0, 34, 34)
 
 
-def test_recolouring_is_the_map_that_it_says() -> None:
+def test_recolouring_is_its_colour_map() -> None:
     pixels = _crop(40, 40)
     density = hed_shift((0.1, -0.2, 0.05), (0.02, 0.0, -0.01))
     intensity = ColourAffine.of(np.eye(3) * 1.1, (-0.05, 0.0, 0.02))
@@ -113,7 +113,7 @@ def test_reinhard_matches_means_and_spreads_and_undoes_another_stain() -> None:
         fit_reinhard(np.full((50, 50, 3), 255, np.uint8), "glass")
 
 
-def test_a_transfer_of_colours_is_the_map_that_it_says_and_bits_do_not_depend_on_the_rectangle() -> None:
+def test_a_transfer_of_colours_is_its_map_and_bits_do_not_depend_on_the_rectangle() -> None:
     pixels = _crop(60, 70)
     nothing = ColourTransferred(_Array(pixels), IDENTITY)
     assert np.abs(_whole(nothing).astype(int) - pixels).max() <= 1
@@ -151,7 +151,7 @@ def test_a_network_computes_the_same_in_strips_of_an_augmented_slide(tmp_path: P
         assert (a - b).norm() <= 1e-6 * a.norm()
 
 
-def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None:
+def test_slides_open_at_the_requested_resolution(tmp_path: Path) -> None:
     path = tmp_path / "s.tif"
     write_slide(path, _crop(160, 144), num_levels=3)
     info = slide_info(path)

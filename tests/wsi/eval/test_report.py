@@ -65,7 +65,7 @@ def test_without_targets_there_is_no_table(tmp_path: Path) -> None:
     assert "1 slide (0 with a target) of 1 patient;" in page
 
 
-def test_results_of_a_model_that_was_improved_say_so(tmp_path: Path) -> None:
+def test_results_of_an_older_model_are_marked(tmp_path: Path) -> None:
     page, metrics = _write(tmp_path, _predictions(4))
     newer = WeightsId(checkpoint="best", epoch=5, step=20, sha256="fedcba9876543210")
     mark_outdated(tmp_path, newer)

@@ -159,7 +159,7 @@ def test_patients_are_averages_and_confusion_counts() -> None:
     assert confusion_counts(task, slides).tolist() == [[2, 0], [1, 2]]
 
 
-def test_average_precision_is_that_of_the_hand() -> None:
+def test_average_precision_by_hand() -> None:
     task = Task(kind="classification", classes=("a", "b"), num_outputs=2)
     rows = [
         Prediction(name=str(n), patient=str(n), split="test", target=(float(t),), output=(1 - p, p))
@@ -207,7 +207,7 @@ def test_a_loss_of_cox_takes_an_event() -> None:
     assert math.isnan(mean_loss("cox", censored))
 
 
-def test_draws_that_lack_a_class_warn_of_nothing() -> None:
+def test_draws_without_a_class_give_no_warning() -> None:
     """Of five slides most draws lack one; sklearn would say so for each."""
     task = make_task(TaskConfig(), ("a", "b", "c"), _records([(0.0,), (1.0,), (2.0,)]))
     truth, scores = [0, 1, 2, 0, 1], [[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.6, 0.1], [0.1, 0.8, 0.1]]

@@ -50,7 +50,7 @@ def test_replicas_share_the_work_and_a_resumed_run_begins_where_it_is() -> None:
     assert estimate.seconds_left() == pytest.approx((320 - 160) / 2 * 3.0)
 
 
-def test_durations_are_told_in_two_units() -> None:
+def test_durations_have_two_units() -> None:
     assert [duration_text(seconds) for seconds in (0.4, 59.7, 3599.9, 259_200.0, 266_400.0)] == [
         "less than 1 s",
         "1 min",
@@ -60,7 +60,7 @@ def test_durations_are_told_in_two_units() -> None:
     ]
 
 
-def test_a_run_tells_its_duration_before_and_while_it_runs(
+def test_a_run_logs_its_duration_before_and_during_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
@@ -117,7 +117,7 @@ def test_progress_within_a_slide(monkeypatch: pytest.MonkeyPatch) -> None:
     stream.close()
 
 
-def test_lines_of_a_log_tell_the_share_of_a_long_slide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_log_have_the_share_of_a_long_slide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_BAR_SECONDS", 0.0)
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
     stream = io.StringIO()

@@ -60,7 +60,7 @@ def _metrics(folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def test_everything_that_is_written_says_which_weights_it_is_of(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_results_name_their_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = _best(run)
     assert best.epoch == 1 and best.step == 2
     for split in ("val", "test"):
@@ -82,7 +82,7 @@ def test_everything_that_is_written_says_which_weights_it_is_of(run: Path, capsy
     assert {path.name for path in folder.iterdir()} == {*listed, "heatmap.json"} and "crop-swapped-02.png" not in listed
 
 
-def test_evaluate_says_where_it_wrote_and_the_top_page_follows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_its_folder_and_updates_the_top_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "val" / "notes.txt").write_text("mine")
     before = (run / "val" / "predictions.csv").read_bytes()
     assert main(["evaluate", str(run), "--bootstrap", "0"]) == 0
@@ -130,7 +130,7 @@ def test_an_evaluation_that_training_overtakes_does_not_replace_newer_results(
     assert page.count("**Not of the best model of this run") == 1 and page.index("**Not of") > page.index("## test")
 
 
-def test_an_evaluation_that_a_better_model_overtakes_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_overtaken_by_a_better_model_is_marked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = _best(run)
     _during_prediction(monkeypatch, lambda: _improve(run))
     assert main(["evaluate", str(run), "--bootstrap", "0"]) == 0
@@ -139,7 +139,7 @@ def test_an_evaluation_that_a_better_model_overtakes_says_so(run: Path, monkeypa
     assert "**Not of the best model of this run" in (run / "summary.md").read_text()
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_looked_for_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sft.wsi.train import checkpoint
 
     read = checkpoint._read
@@ -231,7 +231,7 @@ def test_a_state_of_another_structure_is_damage(state: Any, run: Path, capsys: p
     assert re.search(r"is damaged \((state\.pt |format )[^)]*\); the one before is used", errors) and "checkpoints of kind 'best'" in errors
 
 
-def test_the_top_page_of_a_run_without_results_is_made_of_what_there_is(run: Path) -> None:
+def test_the_top_page_of_a_run_without_results(run: Path) -> None:
     for split in ("val", "test"):
         shutil.rmtree(run / split)
     shutil.rmtree(run / "checkpoints")

@@ -55,7 +55,7 @@ def test_the_world_is_that_of_torchrun(text: str, world: World, monkeypatch: pyt
         ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2", "contradict each other"),
     ],
 )
-def test_other_numbers_are_an_error_that_no_rank_keeps_to_itself(
+def test_other_numbers_are_an_error_on_all_ranks(
     text: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _set(monkeypatch, text)

@@ -60,7 +60,7 @@ def test_ranks_take_the_least_budget(tmp_path: Path) -> None:
     assert budgets.config.model.budget == 3 * _GIB and budgets.budget_note.endswith("the least of 2 ranks")
 
 
-def test_a_run_that_goes_on_keeps_its_budget(tmp_path: Path) -> None:
+def test_a_continued_run_keeps_its_budget(tmp_path: Path) -> None:
     config = _config(tmp_path, model={"budget": "auto"})
     state = {"epoch": 1, "step": 2, "settings": {"model.budget": 5 * _GIB}}
     CheckpointFolder(config.run / "checkpoints").save("last", 1, nn.Linear(1, 1), state, keep=1)

@@ -55,7 +55,7 @@ def test_background_is_left_out_of_training(tmp_path: Path, capsys: pytest.Captu
     assert "% of the FLOPs of its training steps were left out" in capsys.readouterr().out
 
 
-def test_tiles_of_columns_leave_out_background_beside_tissue(tmp_path: Path) -> None:
+def test_tiles_of_columns_leave_out_background_left_of_tissue(tmp_path: Path) -> None:
     """Tissue at the right of every row: no strip of the whole width is background, but tiles are."""
     height_px, width_px = 256, 1024
     mask = np.zeros((height_px // 8, width_px // 8), np.uint8)

@@ -258,7 +258,7 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
         assert torch.allclose(ours[name], theirs[name], rtol=1e-12, atol=1e-14), name
 
 
-def test_what_stops_a_run_stops_all_ranks_and_is_named(pair: Ranks, slides: Path, tmp_path: Path) -> None:
+def test_errors_of_one_rank_stop_all_ranks(pair: Ranks, slides: Path, tmp_path: Path) -> None:
     for bands in (1, 2):
         command = _config(tmp_path, slides, f"r{bands}", ranks={"bands": bands}, train={"on_error": "raise", "accumulate": 6})
         (code, said), (other, silence) = pair.run(_command, command)
@@ -281,7 +281,7 @@ def _other_seed(rank: int, command: list[str]) -> tuple[int, str]:
     return _command(rank, [*command, "--train.seed", str(rank)])
 
 
-def test_ranks_that_are_asked_for_different_runs(pair: Ranks, slides: Path, tmp_path: Path) -> None:
+def test_different_runs_on_ranks_are_refused(pair: Ranks, slides: Path, tmp_path: Path) -> None:
     for code, said in pair.run(_other_seed, _config(tmp_path, slides, "run")):
         assert code == 1 and ("were started with different train.seed" in said or not said)
     assert not (tmp_path / "run").exists()
@@ -307,7 +307,7 @@ def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: 
             assert float(one["p_plain"]) == pytest.approx(float(two["p_plain"]), rel=1e-12)
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(pair: Ranks, shared: Path, slides: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_the_run_continues_to_the_same_bits(pair: Ranks, shared: Path, slides: Path, tmp_path: Path) -> None:
     command = _config(tmp_path, slides, "run")
     with ranks_of(2, tmp_path) as dying, pytest.raises(RankFailedError, match=r"^rank 1: the process ended$"):
         dying.run(_answer, command, tmp_path / "said.txt")
@@ -325,7 +325,7 @@ def _answer(rank: int, command: list[str], path: Path) -> None:
     path.write_text(f"{code}\n{said}")
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, reference: Path, slides: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_another_number_of_ranks(alone: Ranks, pair: Ranks, reference: Path, slides: Path, tmp_path: Path) -> None:
     for name, first, second in (("fewer", pair, alone), ("more", alone, pair)):
         command = _config(tmp_path, slides, name)
         asked = Death(place=f"{_GROUPS}._forward", call=4 // len(first.connections), manner="term")  # in the second group
@@ -337,7 +337,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, r
         _assert_close(tmp_path / name, reference)
 
 
-def test_ranks_that_are_started_again_do_not_take_what_earlier_ones_left() -> None:
+def test_restarted_ranks_ignore_keys_of_earlier_ones() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]  # not in the list of what the module exports
     names: list[str] = []
     for _ in range(3):
@@ -353,7 +353,7 @@ def test_ranks_that_are_started_again_do_not_take_what_earlier_ones_left() -> No
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_killed_ranks(slides: Path, tmp_path: Path) -> None:
     """One of two ranks is killed from outside; the other one says so, and torchrun starts both again."""
     command = _config(tmp_path, slides, "run")
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -373,7 +373,7 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
     assert (tmp_path / "run" / "summary.md").exists()
 
 
-def test_torchrun_hands_on_every_option() -> None:
+def test_torchrun_passes_every_option() -> None:
     """Its parser looks at each option of ours, and refuses what begins like two of its own; `--run` does, `--folder` is its other name."""
     launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
     names = {name for action in config_parser()._actions for name in action.option_strings}

@@ -115,7 +115,7 @@ def _kill_from_outside(command: list[str], run: Path) -> None:
     [(6,), (1, 6), (0, 2, 4), (3, 5, 7)],
     ids=["asked to end", "while saving, and asked to end", "while computing", "between checkpoints"],
 )
-def test_a_run_killed_at_every_bad_moment_ends_in_the_same_bits(
+def test_a_run_killed_at_critical_calls_ends_in_the_same_bits(
     undisturbed: tuple[Path, Path], tmp_path: Path, numbers: tuple[int, ...]
 ) -> None:
     run, table = undisturbed

@@ -42,7 +42,7 @@ def _start(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tupl
     return code, " ".join((output + errors).split())
 
 
-def test_a_run_that_a_slide_stopped_goes_on_as_the_error_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stopped_by_a_slide_continues_with_the_remedy_of_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_task(tmp_path, num_slides=6, size_px=136)
     damage_tile(tmp_path / "s1.tif")
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", model={"norm": "frozen"}, train={"epochs": 1, "accumulate": 1})
@@ -54,7 +54,7 @@ def test_a_run_that_a_slide_stopped_goes_on_as_the_error_advises(tmp_path: Path,
     assert [row["slides"] for row in _steps(tmp_path / "run")] == ["s0"]
 
 
-def test_norms_are_calibrated_beside_damage_that_may_be_left_out(tmp_path: Path) -> None:
+def test_norms_are_calibrated_without_damaged_slides(tmp_path: Path) -> None:
     table = write_task(tmp_path, num_slides=6, size_px=136)
     damage_tile(tmp_path / "s1.tif")
     for policy in ("skip", "raise"):
@@ -69,7 +69,7 @@ def test_norms_are_calibrated_beside_damage_that_may_be_left_out(tmp_path: Path)
             assert len(norms) == 2 and all(norm.running_mean is not None and norm.running_mean.abs().sum() > 0 for norm in norms)
 
 
-def test_patience_ends_a_run_and_more_of_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patience_ends_a_run_and_more_of_it_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_task(tmp_path, num_slides=6, size_px=96)
     train = {"lr": 1e-30, "patience": 1, "epochs": 5, "accumulate": 2}
     config = ["--config", str(write_config(tmp_path / "c.yaml", table, tmp_path / "run", train=train))]
@@ -93,7 +93,7 @@ def test_a_run_whose_network_was_rewritten_is_refused(
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_path: Path) -> None:
+def test_other_environments_are_named_and_other_settings_are_refused(tmp_path: Path) -> None:
     config = read_config(write_config(tmp_path / "c.yaml", write_task(tmp_path, num_slides=2, size_px=96), tmp_path / "run"))
     table, now = SlideTable(records=(), classes=()), run_environment()
     assert {

@@ -35,7 +35,7 @@ class _Skip(nn.Module):
         return out
 
 
-#: A state every so many strips, or so many slots.
+#: Number of strips for each state, or number of slots.
 _POLICIES = [(1, None), (2, None), (3, None), (7, None), (None, 1), (None, 2), (None, 4)]
 _CARRIED = [(cols, rows, every, slots) for cols in (None, 4) for rows in (1, 3, 8, 64) for every, slots in _POLICIES]
 _RECOMPUTED = [(6, rows, 1, None) for rows in (3, 8, 64)]

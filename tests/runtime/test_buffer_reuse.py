@@ -1,4 +1,4 @@
-"""Outputs that take the buffers of sources read for the last time: the same results, fewer bytes, and the cases in which they must not."""
+"""Outputs that reuse the buffers of sources after their last read: the same results, fewer bytes, and excluded cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Gated(nn.Module):
 
 
 class _AfterStatistics(nn.Module):
-    """A function of an image and of its mean, in the sweep after the mean is known."""
+    """A function of an image and of its mean, in the sweep after that of the mean."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def test_neighbours_merge_in_any_order() -> None:
 
 
 def test_fragmentation_reserves_more_than_is_alive() -> None:
-    """Blocks of 20 MiB with a gap after each: 30 MiB fit nowhere, though 60 MiB are free."""
+    """Blocks of 20 MiB with a gap after each: 30 MiB fit into no gap, though 60 MiB are free."""
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(120 * _MIB))
     blocks = [allocator.allocate(20 * _MIB) for _ in range(6)]

@@ -73,7 +73,7 @@ def test_optimal_needs_no_more_flops_than_any_other() -> None:
     for strategy in ("sqrt", "revolve", "bisect", "acg"):
         budget = least_budget(model, _SHAPE, sft.Options(strategy=strategy))
         flops = [sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", strategy)]
-        assert flops[0] <= 1.1 * flops[1]  # it is optimal for the chain, which is not quite the model
+        assert flops[0] <= 1.1 * flops[1]  # it is optimal for the chain, which differs a little from the model
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     made = _given(model, found, order)
     eager = seeded(_MODELS[name])
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
-    assert net.plan.order in (order, ())  # nothing where it is the plain one
+    assert net.plan.order in (order, ())  # none for the plain order
     x = image(*_SHAPE, seed=seed).requires_grad_()
     step(net, x, seed)
     if not any(isinstance(module, (nn.Dropout, nn.Dropout2d)) for module in eager.modules()):
@@ -107,7 +107,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
         assert x.grad is not None
         assert y.grad is not None
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-10)
-    else:  # the whole model in the plain order has the same masks
+    else:  # the untiled model in the plain order has the same masks
         eager = sft.compile(eager, _SHAPE, budget="4GiB")
         y = x.detach().clone().requires_grad_()
         step(eager, y, seed)
@@ -121,7 +121,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
 
 
 def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
-    """Plan of these stages with that schedule."""
+    """Plan of stages with a schedule."""
     options = sft.Options(strategy="sqrt")
     found = sft.plan(model, _SHAPE, budget="4GiB", options=options)
     assert [segment.nodes for segment in found.segments] == [choice.nodes for choice in staged.choices]
@@ -133,7 +133,7 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
 def test_execution_and_frees_follow_the_schedule(staged: dict[str, StagedModel], name: str, seed: int) -> None:
-    """Segments run the ops of the schedule, and a cut lives exactly from its write to its last read."""
+    """Segments run the ops of the schedule, and a cut lives from its write to its last read."""
     found = staged[name]
     region = found.with_schedule(parse_schedule(_random_order(found, seed), len(found.choices)))
     log: list[str] = []

@@ -126,7 +126,7 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
         step(eager, y, seed + again)
     assert x.grad is not None
     assert y.grad is not None
-    assert torch.equal(x.grad, y.grad) or not recomputes  # the very same operations on the very same numbers
+    assert torch.equal(x.grad, y.grad) or not recomputes  # the same operations on the same numbers
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-10)
     for (key, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None
@@ -227,7 +227,7 @@ def test_copies_and_their_positions_follow_the_order(staged: dict[str, StagedMod
     expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.schedule if move.kind != "loss"]
     assert machine.log == [entry for entry in expected if entry not in idle]
     assert not machine.away
-    assert machine.host_arena.allocate(1) == 0  # all of the slab was given back
+    assert machine.host_arena.allocate(1) == 0  # all of the slab is free again
 
 
 def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn.Module]:
@@ -294,7 +294,7 @@ def test_a_slab_is_returned_after_every_end_of_a_step() -> None:
             y.backward()
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(torch.equal(before[key], buffer) for key, buffer in net.named_buffers())
-    gc.collect()  # the traceback held the frames of the pass
+    gc.collect()  # the traceback referred to the frames of the pass
     assert len(_slabs(net)._free) == 1
     y = net(x).sum()  # the same slab
     assert len(_slabs(net)._free) == 0
@@ -312,7 +312,7 @@ def test_two_models_take_turns() -> None:
         [seeded(MODELS[name]) for name in ("unet", "normed")],
     )
     x = image(*_SHAPE)
-    losses = [sum(y.square().sum() for y in pytree.tree_leaves(net(x))) for net in nets]  # both forward, then both back
+    losses = [sum(y.square().sum() for y in pytree.tree_leaves(net(x))) for net in nets]  # both forward passes, then both backward passes
     for loss in losses:
         loss.backward()
     for net, model in zip(nets, plain, strict=True):
@@ -342,7 +342,7 @@ def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
 
 
 def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str, StagedModel]) -> None:
-    """If every value of the chain is one of the model's, both clocks give a step the same time."""
+    """With every value of the chain one of the model, both clocks give a step the same time."""
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
     options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
     with pytest.MonkeyPatch.context() as patch:

@@ -182,7 +182,7 @@ def test_any_band_is_exact(
 
 
 def test_a_rectangle_is_left_out_of_its_panels() -> None:
-    """Rows that are constant in some columns alone are left out of the panels with these columns."""
+    """Rows that are constant in some columns only are left out of the panels with these columns."""
     x = banded_image((1, 2, 80, 24))
     x[:, :, 10:70, 8:] = 0.25
     whole = assert_exact_skipping(_made("plain"), x, options=sft.Options(tile=(4, None), skip_repeats=True))
@@ -193,7 +193,7 @@ def test_a_rectangle_is_left_out_of_its_panels() -> None:
 
 @pytest.mark.parametrize("panel", (1, 3, 6))
 def test_panels_of_one_geometry_are_compared_separately(panel: int) -> None:
-    """A rectangle in a single one of many panels that share their programs, and its gradient."""
+    """A rectangle in one of many panels that share their programs, and its gradient."""
     x = banded_image((1, 2, 64, 48))
     x[:, :, 4:62, max(0, 6 * panel - 12) : 6 * panel + 18] = 0.25
     for name in ("plain", "pooled"):
@@ -216,7 +216,7 @@ def test_one_pixel_is_enough_to_run_a_strip() -> None:
 
 
 def test_bits_are_compared_and_not_numbers() -> None:
-    """0 and -0 are equal numbers but different inputs; a NaN does not equal itself but is the same input."""
+    """0 and -0 are equal numbers with different bits; a NaN does not equal itself but has the same bits."""
 
     class Inverse(nn.Module):
         def __init__(self) -> None:
@@ -274,7 +274,7 @@ def test_masks_are_never_repeated() -> None:
 
 
 def test_a_graph_that_is_retained_gives_the_same_gradients_again() -> None:
-    """Carried rows kept for the backward pass are shared, and remain for the next one."""
+    """Carried rows kept for the backward pass are shared, and remain for the next pass."""
     x = banded_image((1, 2, 64, 8), (10, 60)).requires_grad_()
     net = sft.compile(_made("frozen_norms").double(), x, options=sft.Options(tile=(4, None), state_every=3, skip_repeats=True))
     loss = net(x).sum()

@@ -16,7 +16,7 @@ from tests.helpers.models import Residual, image, seeded
 
 
 def _most_held(policy: Checkpoints, num_strips: int) -> int:
-    """Execute the backward sweep, in which every strip must find its state; return the maximum number of retained states."""
+    """Execute the backward sweep, in which every strip needs its state; return the maximum number of retained states."""
     held = set(policy.kept(num_strips))
     most, reversed_strips = len(held), []
     for action in policy.actions(num_strips):

@@ -37,7 +37,7 @@ def _random_dag(rng: random.Random, num_vertices: int) -> ValueDag:
 
 
 def _largest_of(dag: ValueDag, chosen: frozenset[int]) -> int | None:
-    """The largest segment between checkpoints, by definition; None if one has more than one source or target."""
+    """The largest segment between checkpoints, by definition; None if a segment has more than one source or target."""
     graph = nx.DiGraph(dag.edges)
     largest = max((dag.edge_bytes.get((a, b), 0) for a, b in dag.edges if a in chosen and b in chosen), default=0)
     for component in nx.weakly_connected_components(graph.subgraph(set(graph) - chosen)):
@@ -93,7 +93,7 @@ def test_no_subset_of_a_chains_vertices_is_better() -> None:
 
 
 def test_every_bound_has_its_cheapest_checkpoints() -> None:
-    """For each bound that occurs, not only for the best sum, no cheaper checkpoints satisfy it."""
+    """For each occurring bound, not only for the best sum, no cheaper checkpoints satisfy it."""
     rng = random.Random(23)
     for _ in instances(60):
         dag = _random_dag(rng, rng.randint(3, 7))

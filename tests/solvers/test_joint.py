@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("without_proposals")
 
 
 def _with_tiles(rng: random.Random, chain: StageChain, *, streamable: bool) -> StageChain:
-    """Up to two alternatives that take longer and hold less."""
+    """Up to two alternatives that take longer and store less."""
     tiles = []
     for number in range(rng.randint(0, 2)):
         first = rng.randint(1, chain.num_stages)
@@ -91,7 +91,7 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
 
 
 def test_schedules_against_every_path_and_placement() -> None:
-    """With whole copies and streamed cuts: never infeasible where a schedule exists, and the best one nearly always."""
+    """With complete copies and streamed cuts: feasible if a schedule exists, and nearly always the best one."""
     rng = random.Random(32)
     num_cases = num_best = 0
     for case in instances(200):
@@ -188,7 +188,7 @@ def test_a_cut_that_is_larger_than_the_device_is_streamed() -> None:
         simulate(chain, joint.solve_joint(everything, budget_bytes=60))
     with pytest.raises(BudgetError) as refusal:
         joint.solve_joint(chain, budget_bytes=100, host_budget_bytes=1999)
-    assert refusal.value.needed_bytes > 1000  # then the cut has to be whole on the device
+    assert refusal.value.needed_bytes > 1000  # then the cut must be complete on the device
     with pytest.raises(BudgetError) as refusal:
         joint.solve_joint(chain, budget_bytes=50)
     needed = refusal.value.needed_bytes
@@ -203,7 +203,7 @@ def test_weights_are_streamed_where_they_do_not_fit() -> None:
     schedule = joint.solve_joint(chain, budget_bytes=600, link=link)
     found = simulate(chain, schedule, link=link)
     assert schedule.streamed_weights and found.peak_bytes <= 600 < plain_peak_bytes(chain)
-    assert found.seconds == chain.compute_seconds  # a second to bring a weight, four or eight to use it
+    assert found.seconds == chain.compute_seconds  # a second to copy a weight, four or eight to use it
     assert joint.solve_joint(chain, budget_bytes=plain_peak_bytes(chain), link=link).streamed_weights == ()
 
 

@@ -53,12 +53,12 @@ def test_two_corrections_of_the_published_formulas() -> None:
     """Beaumont's own model (outputs are read, no other values saved): idle link credit is not memory, and ex^B is not ex^F."""
     stage = Stage(forward_seconds=10.0, backward_seconds=1.0, output_bytes=2, grad_bytes=0, reads_output=True)
     chain = StageChain(input_bytes=2, stages=(stage, replace(stage, backward_workspace_bytes=4)))
-    # With everything away B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed takes the 8 bytes that the link could have
-    # carried while F_1 ran for bytes on the device, and finds nothing that fits.
+    # With all values offloaded B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed counts the 8 bytes that the link could have
+    # carried during F_1 as bytes on the device, and has no solution.
     assert min_offload_bytes(chain) == 8
     assert offloading.fluid_optima(chain, budget_bytes=7, link=_link(1.0), slot_bytes=1) == []
-    # At 8 x_0 is away while B_2 runs, and all of it comes back only behind B_2, which takes its 2 seconds: equation 6 with the forward's
-    # workspace, which is none, would bring it back for nothing.
+    # At 8, x_0 is offloaded during B_2 and returns only after B_2, which takes 2 seconds. Equation 6 with the forward's workspace, which is
+    # none, would make the return free.
     found = offloading.fluid_optima(chain, budget_bytes=8, link=_link(1.0), slot_bytes=1)
     assert found[0].seconds == chain.compute_seconds + 2.0
 
@@ -133,7 +133,7 @@ def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
 
 
 def test_an_offload_written_out() -> None:
-    """Three stages, room for all but one input: x_0 leaves while F1 runs, is released before F3, and returns as soon as it fits."""
+    """Three stages, memory for all but one input: x_0 leaves during F1, is released before F3, and returns as soon as it fits."""
     stage = Stage(forward_seconds=4.0, backward_seconds=4.0, output_bytes=4, grad_bytes=1)
     chain = StageChain(input_bytes=4, stages=(stage, stage, stage))
     schedule, peak = offload_schedule(chain, "test", [1], 13)

@@ -48,7 +48,7 @@ def test_plain_training_written_out() -> None:
     assert str(Schedule(strategy="none", operations=operations)) == "F1 F2+ F3+ L B3 -x3 -s3 -y3 -x2 B2 -s2 -y2 -x1 B1 -y1"
     found = _play(chain, operations)
     assert found.seconds == chain.compute_seconds == found.compute_seconds == 9
-    assert found.peak_bytes == 5 + 7 + 2 + 3 + 7  # at B2: x_0, x_1, what stage 2 saved, and two gradients; x_2 is not read any more
+    assert found.peak_bytes == 5 + 7 + 2 + 3 + 7  # at B2: x_0, x_1, saved values of stage 2, and two gradients; x_2 has no further reader
 
 
 def test_one_recomputation_written_out() -> None:
@@ -73,7 +73,7 @@ def test_revolve_is_the_closed_form_and_uses_its_slots() -> None:
             for light, own in ((False, n), (True, 1)):
                 chain = uniform_chain(n, light=light)
                 assert _num_forwards(simple.revolve_operations(chain, slots)) == expected + own
-            # activations held at once while the loss runs: the slots, and x_n that every reversal ends with
+            # activations during the loss: the slots, and x_n, with which every reversal ends
             assert _play(uniform_chain(n), simple.revolve_operations(uniform_chain(n), slots)).peak_bytes <= slots + 4
 
 
@@ -95,7 +95,7 @@ def test_bisection_runs_n_log_n_half_more_forwards_in_log_n_states(power: int) -
     n = 2**power
     operations = simple.bisect_operations(uniform_chain(n), 1)
     assert _num_forwards(operations) - n == n * power // 2
-    assert _play(uniform_chain(n), operations).peak_bytes == 1 + power + 3  # x_0, the midpoints, and beside the last one s and two y
+    assert _play(uniform_chain(n), operations).peak_bytes == 1 + power + 3  # x_0, the midpoints, and with the last one s and two y
     assert n * power // 2 >= simple.num_advances(n, power + 1)
 
 
@@ -201,7 +201,7 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
     ids=["20 layers", "100 layers"],
 )
 def test_butts_algorithm_as_printed(num_layers: int, more: int, less: int, printed: tuple[int, int], ours: tuple[int, int]) -> None:
-    """Its times on equal layers, where its two slips have no effect, equal ours except for the targets' gradient."""
+    """Its times on equal layers, where its two misprints have no effect, equal ours except for the targets' gradient."""
     stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
     chain = StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
     for memory, theirs, own in zip((more, less), printed, ours, strict=True):

@@ -84,7 +84,7 @@ def _event(stream: str, label: str, start: float, end: float) -> SimulationEvent
 
 
 def test_copies_overlap_with_computation_and_are_waited_for() -> None:
-    """x0 leaves while the forwards run; the release waits one second for it, the last backward one for its return."""
+    """x0 leaves during the forwards; the release waits one second for it, the last backward one second for its return."""
     operations = (
         offload_op("x0"),
         forward_op(1),

@@ -1,4 +1,4 @@
-"""Arrays and images as sources: the right numbers to the bit, whatever the layout, and everything wrong refused in words."""
+"""Arrays and images as sources: the exact bits for all layouts, and messages for wrong input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Picture:
 
 
 def destination(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format = torch.channels_last) -> Tensor:
-    """A tensor full of numbers that must not survive."""
+    """A tensor of numbers that must be overwritten."""
     return torch.full(shape, float("nan"), dtype=dtype).contiguous(memory_format=memory_format)
 
 
@@ -49,7 +49,7 @@ def random_pixels(shape: tuple[int, ...], seed: int = 0) -> Pixels:
 
 
 def reference(nchw: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """The arithmetic of load_tensor, and its form for floats, written with torch and on the whole."""
+    """The arithmetic of load_tensor, and its variant for floats, in torch on the full image."""
     unit = 255 if nchw.dtype is torch.uint8 else 1
     work = torch.promote_types(dtype, torch.float32)
     work = torch.promote_types(work, nchw.dtype) if nchw.dtype.is_floating_point else work
@@ -196,7 +196,7 @@ def test_wrong_rows_are_refused_and_nothing_is_written() -> None:
             select_samples(source, batch)
         with pytest.raises(InputError, match="it has 1"):
             source.samples(batch)
-    source.rows(Interval(9, 9), torch.empty(1, 3, 0, 5))  # nothing is asked of rows that do not exist
+    source.rows(Interval(9, 9), torch.empty(1, 3, 0, 5))  # missing rows have no condition
 
 
 def test_a_source_that_cannot_be_split_is_refused() -> None:
@@ -281,14 +281,14 @@ def test_reading_a_large_file_allocates_one_strip(tmp_path: Path) -> None:
         numpy_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself is 3 MiB, and was there
+    assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself has 3 MiB, and was allocated before
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the mappings of Linux")
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("rows", [Interval(0, 256), Interval(40, 200)])
 def test_pages_of_tiles_are_released(layout: Layout, rows: Interval, tmp_path: Path) -> None:
-    """Several tiles are read at once, and their pages do not stay in the process."""
+    """Several tiles are read at once, and their pages do not remain in the process."""
     path, shape = tmp_path / "tiles.npy", [{"N": 128, "C": 3, "H": 256, "W": 256}[axis] for axis in layout]
     np.save(path, random_pixels(tuple(shape)))
     source = ArraySource(path, layout=layout, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def _mapped_bytes(path: Path) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_numbers_that_are_the_pixels_keep_their_bits(dtype: torch.dtype) -> None:
-    """Payloads of NaNs, too: they are copied as bytes."""
+    """Including payloads of NaNs, since they are copied as bytes."""
     bits = torch.from_numpy(random_pixels((2, 3, 5, 4 * dtype.itemsize))).view(dtype)
     source = ArraySource(bits if dtype is torch.bfloat16 else bits.numpy(), layout="NCHW", dtype=dtype)
     assert not source.normalizer.changes(dtype)
@@ -323,7 +323,7 @@ def test_numbers_that_are_the_pixels_keep_their_bits(dtype: torch.dtype) -> None
 
 
 class _LargestOperand(TorchDispatchMode):
-    """Notes the numbers of the largest operand of torch's operators, views aside."""
+    """Recorder of the size of the largest operand of torch's operators, without views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -352,7 +352,7 @@ def test_torch_starts_no_threads_in_a_reader(dtype: torch.dtype, pixel_type: tor
 
 
 def test_few_channels_tell_the_axes() -> None:
-    """An extent many times as large as another is no number of channels; otherwise the caller says which."""
+    """An extent many times as large as another is no number of channels; otherwise the caller states the axis."""
     for shape, layout in (((5, 90, 80), "CHW"), ((90, 80, 2), "HWC"), ((2, 5, 90, 80), "NCHW"), ((1, 90, 80, 5), "NHWC")):
         assert ArraySource(np.zeros(shape, np.float32)).layout == layout
     with pytest.raises(InputError, match=r"may be CHW or HWC.*ArraySource\(array, layout='CHW'\)"):

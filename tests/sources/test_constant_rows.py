@@ -32,7 +32,7 @@ def _net(source: Any, **options: Any) -> Any:
 
 
 class _Mute:
-    """A source that says nothing about its rows."""
+    """A source without information about its rows."""
 
     dtype = torch.float64
 
@@ -46,7 +46,7 @@ class _Mute:
 
 @pytest.mark.parametrize("states", [{}, {"state_every": 3}, {"state_slots": 2}])
 def test_strips_that_are_left_out_are_not_read(states: dict[str, int]) -> None:
-    """Numbers and gradients are those of the tensor; fewer rows are read, unless the backward walk turns round."""
+    """Numbers and gradients are those of the tensor; fewer rows are read, unless the backward sweep restores strips."""
     image = banded_image((1, 2, _ROWS, _COLUMNS), (20, 80))
     source = ArraySource(image, layout="NCHW", dtype=torch.float64)
     full, net = _net(source, **states), _net(source, skip_repeats=True, **states)
@@ -65,7 +65,7 @@ def test_strips_that_are_left_out_are_not_read(states: dict[str, int]) -> None:
 
 
 def test_a_source_that_says_nothing_is_run_in_full() -> None:
-    """Nobody looks at rows that would have to be read for it."""
+    """Rows are not read for a comparison."""
     image = banded_image((1, 2, _ROWS, _COLUMNS), (20, 80))
     net = _net(_Mute(image), skip_repeats=True)
     net(_Mute(image))
@@ -73,7 +73,7 @@ def test_a_source_that_says_nothing_is_run_in_full() -> None:
 
 
 def test_a_wrong_answer_is_refused() -> None:
-    """An answer for other rows than there are."""
+    """An answer with another number of rows."""
 
     class Wrong(_Mute):
         def repeated_rows(self, columns: Interval) -> Any:
@@ -119,7 +119,7 @@ def test_strips_on_the_host(host: dict[str, Any]) -> None:
 
 
 def _least_budget(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
-    """The smallest budget in which there is a plan: what can be is streamed then."""
+    """The smallest budget with a plan, in which all streamable values are streamed."""
     with pytest.raises(sft.BudgetError) as caught:
         sft.plan(model, x.shape, budget=1000, options=sft.Options(**options, skip_repeats=True))
     return caught.value.needed_bytes
@@ -146,7 +146,7 @@ def _lines(pixels: Any, part: Interval, *, columns: bool) -> Any:
 def test_views_state_all_constant_rows_of_their_mask(
     seed: int, size: tuple[int, int], quarters: int, mirrored: bool, is_mask: bool, columns: bool, data: st.DataObject
 ) -> None:
-    """What a view claims is so, and nothing that its mask leaves out is missed, however it is cropped, turned, coloured and kept."""
+    """Rows that a view states are constant, and all rows outside of its mask are stated, for crops, rotations, colour maps and caches."""
     rng, (height, width) = np.random.default_rng(seed), size
     pixels = rng.integers(0, 200, (height, width, 3), dtype=np.uint8)
     inside = np.zeros((height, width), bool)
@@ -180,7 +180,7 @@ def test_views_state_all_constant_rows_of_their_mask(
 
 
 def test_arrays_and_labels_are_compared_in_the_requested_columns() -> None:
-    """In the columns asked for, over all batch elements; an image that does not know says nothing."""
+    """In the requested columns, over all batch elements; an image without information states none."""
     pixels = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     pixels[:, 2, 1:4] = pixels[:, 1, 1:4]
     source = ArraySource(pixels, layout="NHWC")
@@ -196,7 +196,7 @@ def test_arrays_and_labels_are_compared_in_the_requested_columns() -> None:
 
 
 def test_polygons_are_looked_up() -> None:
-    """Rows without anything of a polygon are background."""
+    """Rows that no polygon touches are background."""
     regions = Regions([[[(2.0, 3.0), (6.0, 3.0), (6.0, 5.0), (2.0, 5.0)]]])
     image = Masked(ArrayImage(np.zeros((9, 8, 3), np.uint8), layout="HWC"), regions)
     assert image.repeated(Interval(0, 8)).tolist() == [False, True, True, False, False, False, True, True, True]

@@ -23,7 +23,7 @@ class _Scene(RasterView):
 
 
 def _scene() -> Image:
-    """A scene of 12 x 8 px whose pixels hold their column and row."""
+    """A scene of 12 x 8 px; the values of a pixel are its column and row."""
     columns, rows = np.meshgrid(np.arange(12, dtype=np.uint8), np.arange(8, dtype=np.uint8))
     return _Scene(ArrayImage(np.stack([columns, rows, rows], axis=-1)))
 

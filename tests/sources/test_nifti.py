@@ -1,4 +1,4 @@
-"""NIfTI volumes in slabs: the voxels of nibabel, scaled, in the order that networks take, and errors that name file and slices."""
+"""NIfTI volumes in slabs: the scaled voxels of nibabel in the order of networks, and errors that name file and slices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = 7, 9, 11  # width, height, depth
 
 
 def write_volume(path: Path, *, channels: int = 0, slope: float = 1.0) -> Any:
-    """A volume of int16 with voxels of 0.5 x 0.75 x 2 mm; returns the scaled voxels as networks take them."""
+    """A volume of int16 with voxels of 0.5 x 0.75 x 2 mm; returns the scaled voxels in the order of networks."""
     voxels = np.random.default_rng(0).integers(-900, 1500, SHAPE + ((channels,) if channels else ()), dtype=np.int16)
     image = nibabel.Nifti1Image(voxels, np.diag([-0.5, 0.75, 2.0, 1.0]))
     image.header.set_data_dtype(np.int16)

@@ -1,4 +1,4 @@
-"""One call that opens any image, whatever its name says; arrays and OME-Zarr among them."""
+"""One call that opens any image by its content, including arrays and OME-Zarr."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class _Touch:
 
 
 def _write_foreign_zarr(path: Path, chunk: bytes, *, version: int, codec: str) -> None:
-    """Write an array of one chunk whose metadata name a codec."""
+    """Write an array of one chunk with a codec in its metadata."""
     path.mkdir()
     if version == 2:
         layout = {"zarr_format": 2, "shape": [4, 4, 3], "chunks": [4, 4, 3], "dtype": "|u1", "fill_value": 0, "order": "C", "filters": None}
@@ -233,7 +233,7 @@ def test_other_processes_read_zarr(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "group of format 2", "group of format 3"])
 def test_a_zarr_store_that_goes_away_while_it_is_open(kind: str, tmp_path: Path) -> None:
-    """All of it was read as the fill value, black, without a word."""
+    """Regression: all of it was read as the fill value, black, without an error."""
     zarr, pixels = pytest.importorskip("zarr"), tissue_like(100, 130)
     path = tmp_path / "slide.zarr"
     if kind == "plain":

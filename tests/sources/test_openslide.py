@@ -1,4 +1,4 @@
-"""Slides are read exactly, and everything that can be wrong with a file is said in words that name the place."""
+"""Slides are read exactly, and messages about damaged files name the position."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_levels_count_from_the_largest_level_of_the_slide(monkeypatch: pytest.Mo
     full.read(100, 10, 3, 2, level=1)
     small.read(100, 10, 3, 2)
     full.read(100, 10, 3, 2)
-    # OpenSlide wants the origin in pixels of the largest level.
+    # OpenSlide takes the origin in pixels of the largest level.
     assert handle.calls == [((400, 40), 1, (3, 2)), ((400, 40), 1, (3, 2)), ((100, 10), 0, (3, 2))]
 
 
@@ -222,7 +222,7 @@ def test_pickling_carries_no_handle(slide: Slide) -> None:
 def test_another_process_opens_its_own_handle(slide: Slide, monkeypatch: pytest.MonkeyPatch) -> None:
     slide.read(0, 0, 1, 1)
     inherited = slide._opened
-    monkeypatch.setattr(os, "getpid", lambda: -2)  # what a forked child would see
+    monkeypatch.setattr(os, "getpid", lambda: -2)  # the state in a forked child
     slide.read(0, 0, 1, 1)
     assert slide._opened is not None and inherited is not None and slide._opened[1] is not inherited[1]
 

@@ -165,7 +165,7 @@ def test_reduced_by_area(dtype: str, scale: Fraction) -> None:
 
 
 class _Sliced:
-    """An array that counts the rows of which chunks were read."""
+    """An array that counts the read rows of chunks."""
 
     def __init__(self, array: Any, rows: int) -> None:
         self.array, self.shape, self.dtype = array, array.shape, array.dtype

@@ -96,11 +96,11 @@ def test_the_mean_of_the_real_slide() -> None:
     assert (np.abs(small.read(0, 0, small.width_px, small.height_px) - expected) <= 0.5 + 1e-10).all()
 
 
-# --- which level -----------------------------------------------------------------------------------------------------
+# --- selection of a level --------------------------------------------------------------------------------------------
 
 
 class Pyramid(ArrayImage):
-    """Levels of a given size over one array, which only their sizes matter of."""
+    """Levels with sizes only."""
 
     def __init__(self, *sizes: tuple[int, int], mpp: Any) -> None:
         super().__init__(np.zeros((sizes[0][1], sizes[0][0], 3), np.uint8), mpp=mpp)
@@ -171,7 +171,7 @@ def test_a_level_is_read_where_it_serves(tmp_path: Path) -> None:
 
 
 def test_levels_that_openslide_interpolates_are_not_read(tmp_path: Path) -> None:
-    """Its rectangles begin at whole pixels of level 0: at a level reduced by 1.998 the same rows come out in different colours."""
+    """Its rectangles begin at integer pixels of level 0: at a level reduced by 1.998 the same rows have different colours."""
     path = tmp_path / "odd.tif"
     levels = write_slide(path, tissue_like(801, 1199), num_levels=3, compression="deflate", mpp=0.25)
     slide = Slide(path)
@@ -190,7 +190,7 @@ def test_levels_that_openslide_interpolates_are_not_read(tmp_path: Path) -> None
     assert np.array_equal(np.concatenate(list(read_strips(at_mpp(Slide(path), 0.5), 37))), tissue_like(800, 1200)[::2, ::2])
 
 
-# --- what resolution a file has --------------------------------------------------------------------------------------
+# --- resolution of a file --------------------------------------------------------------------------------------------
 
 
 def test_a_missing_resolution_must_be_given(tmp_path: Path) -> None:

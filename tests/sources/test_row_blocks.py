@@ -1,4 +1,4 @@
-"""Compressed images in strips: no tile is decoded twice in a pass, in either direction, and the numbers are those of the whole."""
+"""Compressed images in strips: no tile is decoded twice in a pass, in either direction, and the numbers are those of the full image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are written to host arrays: sums where strips overlap, zeros where none arrived, refusals that write nothing."""
+"""Gradients that are written to host arrays: sums of overlapping strips, zeros without a strip, refusals that write nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = (1, 3, 6, 5)
 def test_the_sum_of_all_strips(layout: Layout, num: int, intervals: list[Interval], dtype: Any, data: st.DataObject) -> None:
     extents = {"N": num if len(layout) == 4 else 1, "C": 3, "H": 9, "W": 4}
     sizes = tuple(extents[axis] for axis in layout)
-    # What is in the array, even NaN, must not matter.
+    # The earlier content of the array, even NaN, has no effect.
     array = torch.full(sizes, float("nan"), dtype=dtype) if isinstance(dtype, torch.dtype) else np.full(sizes, np.nan, dtype)
     shape = (extents["N"], 3, 9, 4)
     gradient_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
@@ -43,7 +43,7 @@ def test_the_sum_of_all_strips(layout: Layout, num: int, intervals: list[Interva
         if data.draw(st.booleans()):
             start = data.draw(st.integers(0, shape[0] - 1))
             batch = Interval(start, data.draw(st.integers(start + 1, shape[0])))
-        # Small integers: sums are exact in every type, so that the order of additions does not matter here.
+        # Small integers: sums are exact in every type and in any order.
         part = torch.randint(-8, 9, (len(batch), 3, len(rows), 4), generator=torch.Generator().manual_seed(seed)).to(gradient_dtype)
         expected[batch.start : batch.stop, :, rows.start : rows.stop] += part
         (sink if len(batch) == shape[0] else sink.samples(batch)).add(rows, part)

@@ -1,4 +1,4 @@
-"""Resolutions that files state: those of slides, those that programs write by default, and those that are none."""
+"""Stated resolutions of files: those of slides, defaults of programs, and invalid ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_default_of_a_program_is_no_resolution(resolution: Any, unit: str, wor
     with pytest.raises(sft.InputError, match=r"the file has no resolution .*column mpp") as caught:
         open_slide(path, mpp=0.5)
     assert words in str(caught.value)
-    # What the caller states is believed, whatever it is.
+    # Any value of the caller is used.
     assert open_image(path, slide_mpp=0.25, mpp=0.5).width_px == 48
     assert open_image(path, slide_mpp=352.0).mpp == (352.0, 352.0)
 

@@ -1,4 +1,4 @@
-"""Strips read ahead: the right rows, each read once, in bounded memory, and no thread left behind whatever happens."""
+"""Strips that are read ahead: the right rows, each read once, in bounded memory, without a remaining thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Counting:
-    """A source that counts how often each row is asked for, and fails at one of them."""
+    """A source that counts the reads of each row, and fails at one of them."""
 
     def __init__(self, height_px: int, *, num: int = 1, dtype: torch.dtype = torch.float32, fails_at: int | None = None) -> None:
         self.shape = (num, 2, height_px, 3)
@@ -78,7 +78,7 @@ def test_any_list_of_intervals(intervals: list[Interval], num: int, dtype: torch
         for rows, strip in zip(intervals, reader, strict=True):
             assert strip.dtype is dtype and strip.is_contiguous(memory_format=torch.channels_last)
             assert torch.equal(strip, source.content[:, :, rows.start : rows.stop])
-            strip.fill_(-1)  # a consumer may spoil its strip: what the next one needs was set aside
+            strip.fill_(-1)  # a consumer may overwrite its strip: common rows were copied for the next one
             served += 1
     assert served == len(intervals)
     wanted = [rows for rows in intervals if rows]
@@ -105,11 +105,11 @@ def test_the_order_of_a_backward_pass_with_states_kept_every_third_strip() -> No
     with StripReader(source, intervals) as reader:
         for interval in intervals:
             assert torch.equal(reader.take(interval), source.content[:, :, interval.start : interval.stop])
-    # Once forwards, once backwards, once more where states are restored (strips 0, 1 and 3, 4 of 7), less what neighbours share.
+    # Once forward, once backward, once more where states are restored (strips 0, 1 and 3, 4 of 7), without rows common to neighbours.
     assert sum(source.counts.values()) == reader.num_rows_read < 70 * 2 + 4 * 16
 
 
-# --- who holds what -------------------------------------------------------------------------------------------------
+# --- references to buffers ------------------------------------------------------------------------------------------
 
 
 def test_the_reader_stays_a_bounded_number_of_strips_ahead() -> None:
@@ -137,7 +137,7 @@ def test_a_referenced_strip_is_never_overwritten() -> None:
     intervals = strips_of(40, 4, 1)
     with StripReader(source, intervals, num_buffers=3) as reader:
         first = next(reader)
-        kept = first[0, 1, 2:]  # a view of a view holds the buffer too
+        kept = first[0, 1, 2:]  # a view of a view refers to the buffer, too
         del first
         for interval in intervals[1:]:
             assert torch.equal(reader.take(interval), source.content[:, :, interval.start : interval.stop])
@@ -232,7 +232,7 @@ def test_the_next_interval_is_checked() -> None:
 def test_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with StripReader(Counting(40), strips_of(40, 20, 0)) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: -2)  # what a forked child would see
+            patch.setattr(os, "getpid", lambda: -2)  # the state in a forked child
             with pytest.raises(InputError, match="in each process"):
                 next(reader)
         next(reader)

@@ -1,4 +1,4 @@
-"""Tiles decoded directly are OpenSlide's pixels, each decoded once a pass, in any thread and process, and damage is never passed on."""
+"""Tiles decoded directly equal OpenSlide's pixels, are decoded once a pass in any thread and process, and damage is an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.importorskip("openslide")
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 WIDTH_PX, HEIGHT_PX = SLIDE_SIZE
 
-#: What OpenSlide reads, too: as a plain TIFF and as an SVS.
+#: Codecs that OpenSlide reads, too: as a plain TIFF and as an SVS.
 BOTH: dict[str, dict[str, Any]] = {
     "none": {},
     "deflate": {"compression": "deflate"},
@@ -77,7 +77,7 @@ def test_any_rectangle_of_the_real_slide(fast: TiffImage, openslide: Slide, data
 
 @pytest.fixture(scope="module")
 def pyramids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TiffImage, Slide]]:
-    """JPEG at three levels, each reduced by an integer factor: what OpenSlide does not interpolate."""
+    """JPEG at three levels, each reduced by an integer factor, which OpenSlide does not interpolate."""
     path = tmp_path_factory.mktemp("pyramid") / "slide.svs"
     write_slide(path, tissue_like(512, 704), num_levels=3, aperio=True, **BOTH["jpeg 4:2:0"])
     with TiffImage(path, num_threads=2) as ours, Slide(path) as theirs:
@@ -134,7 +134,7 @@ def test_grey_tiles(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("unit", "mpp"), [("in", 25_400.0), ("Å", 1e-4), ("thou", 25.4), ("pixel", None), ("reference frame", None)])
 def test_sizes_of_an_ome_tiff_in_other_units(tmp_path: Path, unit: str, mpp: float | None) -> None:
-    """The tags, which say 96 dpi whatever was scanned, were taken for the sizes of units that were not known."""
+    """Regression: tags, which always state 96 dpi, replaced sizes in unknown units."""
     import tifffile
 
     path, metadata = tmp_path / "slide.ome.tif", {"axes": "YXS", "PhysicalSizeX": 2, "PhysicalSizeY": 2}
@@ -167,7 +167,7 @@ def test_a_plane_of_an_ome_tiff_must_be_chosen(tmp_path: Path) -> None:
     tifffile.imwrite(path, planes, tile=(32, 32), photometric="minisblack", metadata={"axes": "ZYX"})
     with pytest.raises(InputError, match=r"stack\.ome\.tif of ZYX = \(5, 64, 64\): axis 'z' has 5 entries"):
         _ = TiffImage(path).facts
-    with pytest.raises(InputError, match="axis 'z' has 5 entries"):  # OpenSlide would give the first plane for all
+    with pytest.raises(InputError, match="axis 'z' has 5 entries"):  # OpenSlide would return the first plane for all
         open_image(path)
     assert (open_image(path, at={"z": 3}).read(0, 0, 64, 64) == 3).all()
     for wrong in ({"z": 5}, {"z": 1, "t": 0}, {"c": 0}):
@@ -204,7 +204,7 @@ def test_other_kinds_of_tiff_are_refused(tmp_path: Path, pixels: Any, options: d
 def test_nothing_of_an_image_is_dropped_or_scaled(
     tmp_path: Path, pixels: Any, options: dict[str, Any], message: str, reader: Reader
 ) -> None:
-    """OpenSlide opens some of these: as their first image, or with half of their bits."""
+    """OpenSlide opens some of these, as their first image or with half of their bits."""
     import tifffile
 
     path = tmp_path / "other.tif"
@@ -215,7 +215,7 @@ def test_nothing_of_an_image_is_dropped_or_scaled(
 
 
 def test_an_ome_tiff_whose_pixels_are_in_another_file(tmp_path: Path) -> None:
-    """Its places are those of the other file: read from this one they are noise, or the wrong slide."""
+    """Its offsets are those of the other file: in this file they are noise, or the wrong slide."""
     import tifffile
 
     pixels, number = tissue_like(96, 128), "00000000-0000-0000-0000-00000000000"
@@ -236,7 +236,7 @@ def test_an_ome_tiff_whose_pixels_are_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_tile_whose_place_is_the_header(tmp_path: Path) -> None:
-    """The header of an uncompressed file would be pixels."""
+    """Otherwise the header of an uncompressed file would be pixels."""
     import tifffile
 
     path, pixels = tmp_path / "slide.tif", tissue_like(64, 96)
@@ -266,12 +266,12 @@ def test_openslide_reads_refused_files(tmp_path: Path) -> None:
 
 
 def test_no_reader_gets_turned_images_and_unlisted_tiles(tmp_path: Path) -> None:
-    """OpenSlide turns each tile by itself, and takes tiles that are not there for white."""
+    """OpenSlide turns each tile separately, and reads missing tiles as white."""
     import tifffile
 
     options: dict[str, Any] = {"tile": (32, 32), "photometric": "rgb", "metadata": None}
     cases = []
-    # In planes, OpenSlide would read them: it must not be asked, either.
+    # In planes, OpenSlide would read them, so it must not open them, either.
     for name, order, planes, listed in (
         ("together", None, "contig", "4 tiles of 3750"),
         ("apart", (2, 0, 1), "separate", "12 tiles of 11250"),
@@ -404,7 +404,7 @@ def test_closed_and_forgotten_files_are_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
 def test_damaged_jpeg_is_never_passed_on(tmp_path: Path, share: float) -> None:
-    """Among them a place that OpenSlide does not notice (0.9): what libjpeg decodes without a word is noise."""
+    """Including a position that OpenSlide ignores (0.9), where libjpeg decodes noise without an error."""
     path = overwrite_tile(SLIDE, tmp_path / "damaged.svs", 25, share=share, num_bytes=20)
     image = TiffImage(path, num_threads=2)
     with pytest.raises(SourceError, match=r"column 1200, row 480 \(240 x 240 px\) of level 0 of .*damaged\.svs"):
@@ -457,11 +457,11 @@ def test_work_is_shared_and_over_when_the_call_returns() -> None:
 
     def work(item: int) -> None:
         if item < 3:
-            gate.wait(timeout=60)  # three items at once, or never
+            gate.wait(timeout=60)  # three items at once, or a deadlock
         names.add(threading.current_thread().name)
 
     for_each(work, range(20), 3)
-    assert len(names) == 2 and decode_threads() == []  # the caller's, and that of the others
+    assert len(names) == 2 and decode_threads() == []  # the caller's thread, and that of the others
 
 
 def test_the_first_failure_is_raised_and_ends_the_work() -> None:

@@ -28,7 +28,7 @@ MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 
 class _Compressed(ArrayImage):
-    """An image in compressed tiles that counts how often it decodes each."""
+    """An image in compressed tiles that counts the decodes of each."""
 
     def __init__(self, pixels: Pixels, cell_px: tuple[int, int]) -> None:
         super().__init__(pixels, layout="HWC")
@@ -97,7 +97,7 @@ def test_each_cell_is_decoded_once_a_pass(chunk: int) -> None:
         _read(tiles, chunk, backwards=backwards)
         assert max(image.decoded.values()) == 1, number
         assert tiles.num_cells_decoded - decoded == len(image.decoded)
-        # All cells are those under tiles with tissue.
+        # Only cells under tiles with tissue.
         xs, ys = tiles.positions_px.T
         assert all(any(x < 16 * c + 16 and x + 22 > 16 * c and y < 16 * r + 16 and y + 22 > 16 * r for x, y in zip(xs, ys, strict=True))
                    for c, r in image.decoded)  # fmt: skip
@@ -118,7 +118,7 @@ def test_cells_of_a_reduced_image_are_full_tiles() -> None:
 
 @pytest.mark.parametrize("with_counts", [True, False])
 def test_tiles_with_tissue(with_counts: bool) -> None:
-    """Tiles whose share of tissue suffices, by the mask's counts or by its region alone."""
+    """Tiles with enough tissue, by the mask's counts or by its region alone."""
     pixels = np.random.default_rng(1).random((7, 9)) < 0.5
     mask = TissueMask(pixels=pixels, width_px=60, height_px=44)
 

@@ -76,12 +76,12 @@ def test_rows_that_fit_are_decoded_once_for_all_passes(budget: int | str, kept_b
         for rows, strip in walk(image, 100, 3, backwards=backwards):
             assert np.array_equal(strip, expected[rows.start : rows.stop])
         decoded = tiff.num_tiles_decoded - before
-        # Blocks at the turn of the walk are still at hand from the pass before.
+        # Blocks at the turn of the sweep are still cached from the pass before.
         assert decoded == 130 if number == 0 else 130 - 10 * (kept_blocks + 2) <= decoded <= 130 - 10 * kept_blocks
         assert image.kept_bytes <= image.host_budget_bytes
     last_rows = HEIGHT_PX - 12 * 240
     whole = 2220 * 3 * (240 * kept_blocks if kept_blocks < 13 else 240 * 12 + last_rows)
-    # Without room for one more whole block, the low one at the end may still fit.
+    # Without memory for one more full block, the low one at the end may still fit.
     assert whole <= image.kept_bytes <= whole + 2220 * 3 * last_rows
 
 
@@ -177,7 +177,7 @@ def test_filling_loses_one_tile(damaged: Path, reader: Any) -> None:
 
 
 class _Flaky(ArrayImage):
-    """Rows around 70 cannot be read at times, as on a network drive."""
+    """Image with rows around 70 that sometimes cannot be read, as on a network drive."""
 
     is_down = False
     level_tiles_px = ((64, 64),)
@@ -190,7 +190,7 @@ class _Flaky(ArrayImage):
 
 @pytest.mark.parametrize("down", [(True, True), (True, False), (False, True)])
 def test_both_passes_see_the_same_image_with_tiles_filled(down: tuple[bool, bool]) -> None:
-    """What was filled forwards had its pixels backwards, and the other way round: gradients of another image than the output's."""
+    """Regression: tiles that were filled in one pass had pixels in the other, so gradients were those of another image."""
     file = _Flaky(np.random.default_rng(0).integers(0, 120, (256, 128, 3), np.uint8))
     source = Normalized(Tolerant(file, "fill"), mean=MEAN, std=STD)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))

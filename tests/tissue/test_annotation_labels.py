@@ -212,7 +212,7 @@ def test_long_edges_are_divided_where_they_are_curves() -> None:
 
 @pytest.mark.parametrize(("x", "y"), [(40, 3), (-31, 3), (3, 24), (3, -24), (-400, 5_000_000)])
 def test_polygons_outside_of_the_image(x: float, y: float) -> None:
-    """Labels would be background without a word, and a masked image would have one colour; a partial overlap counts."""
+    """Otherwise labels would be background without an error, and a masked image would have one colour; a partial overlap is accepted."""
     far = Regions([[np.array(_TUMOUR, float) - 2 + (x, y)]])
     near = Regions([[np.array(_TUMOUR, float) - 2 + (10, 10)]])
     span = rf"all 1 polygons are outside of the image\. They span columns {x:,} to {x + 28:,} and rows {y:,} to {y + 18:,}"

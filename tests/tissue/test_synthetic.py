@@ -1,4 +1,4 @@
-"""Synthetic slides: files that readers and the tissue finder take for slides."""
+"""Synthetic slides: files that readers and the tissue detection accept as slides."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def blobs(rows: int, columns: int, seed: int, density: float = 0.5) -> Bool:
 def test_tissue_of_the_real_slide(real: TissueMask) -> None:
     assert (real.width_px, real.height_px) == SLIDE_SIZE and real.pixels.shape == (185, 138)
     assert 0.30 < real.share < 0.42
-    # What anybody sees: the epidermis in the middle is tissue, the glass in the upper left corner and on the right is not.
+    # By eye: the epidermis in the middle is tissue, the glass in the upper left corner and on the right is not.
     assert real.region(1000, 2000, 200, 200).all()
     assert not real.region(0, 0, 400, 600).any() and not real.region(2120, 1800, 100, 100).any()
     box = real.bounding_box()
@@ -75,7 +75,7 @@ def test_a_low_level_is_enough(tmp_path: Path, real: TissueMask) -> None:
     mask = find_tissue(tiff)
     assert mask.pixels.shape == (184, 136) and tiff.num_tiles_decoded == 6 * 5  # 368 x 272 px in tiles of 64
     agreeing = mask.pixels == real.pixels[:184, :136]
-    assert agreeing.mean() > 0.93  # every eighth pixel is another picture than means of all
+    assert agreeing.mean() > 0.93  # every eighth pixel differs from means of all
 
 
 def test_a_slide_without_tissue() -> None:
@@ -352,7 +352,7 @@ def test_glass_is_not_decoded(real: TissueMask) -> None:
         for y in range(0, HEIGHT_PX, 240)
         for x in range(0, WIDTH_PX, 240)
     )
-    # Each once; between two tiles with tissue none is left out but those of whole gaps.
+    # Each once; between two tiles with tissue only tiles of complete gaps are left out.
     assert tiff.num_tiles_decoded == with_tissue < 100
 
 

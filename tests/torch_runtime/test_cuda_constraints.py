@@ -62,9 +62,9 @@ def test_statistics_that_were_not_saved_are_empty_tensors(monkeypatch: pytest.Mo
 
 
 def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
-    """Rows are gathered first; CUDA would take a scale for theirs once more, and read row r of the result at r / 2.
+    """Rows are gathered first; with a scale for rows, CUDA would apply it again, and read row r of the result at r / 2.
 
-    Where ATen interpolates both axes of a strip, it has both scales.
+    If ATen interpolates both axes of a strip, it has both scales.
     """
     for name, factor, scales in (
         ("upsample_bilinear2d.", 2, (2.0, 2.0)),
@@ -99,7 +99,7 @@ def test_messages_of_one_group_are_posted_together() -> None:
 
 
 def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces run on fake tensors of the CPU, where attention is a call that no other device has."""
+    """Traces run on fake tensors of the CPU, where attention is a call that other devices lack."""
     monkeypatch.setattr(traces, "_has_gpu", lambda: True)
     trace = traces.trace_joint(functional.scaled_dot_product_attention, [ArgumentSpec((1, 2, 5, 4), torch.float32, True)] * 3)
     names = [str(call.function) for call in (*trace.forward, *trace.backward)]
@@ -200,7 +200,7 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL would open each connection at its first message, which only some ranks may send."""
+    """NCCL opens each connection at its first message, which only some ranks may send."""
     connected = []
 
     class Group:
@@ -222,7 +222,7 @@ def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.Monk
 
 
 def test_strips_have_no_more_elements_than_gpus_index() -> None:
-    """Programs stay within 32-bit element counts of some of a GPU's operators, even if the budget would take more."""
+    """Programs stay within 32-bit element counts of some of a GPU's operators, even if the budget allows more."""
     shape = (1, 3, 65_536, 16_384)
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))
@@ -233,7 +233,7 @@ def test_strips_have_no_more_elements_than_gpus_index() -> None:
 
 
 def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of several samples are not dense; CUDA allocates a buffer for such a copy, which no plan knows."""
+    """Rows of several samples are not dense; CUDA allocates a buffer for such a copy, which is in no plan."""
     targets = []
     copy = FakeGpu.copy
 

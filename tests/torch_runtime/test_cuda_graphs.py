@@ -1,4 +1,4 @@
-"""Strips that are recorded and replayed. On the CPU a recording is the work done again: all that surrounds a CUDA graph is the same."""
+"""Strips that are recorded and replayed. On the CPU a replay runs the work again; the code around a CUDA graph is the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPE = (1, 3, 80, 14)
 
 @dataclass
 class Again:
-    """Records by remembering what to do; counts."""
+    """Recorder that stores the work and runs it again, and counts replays."""
 
     num_records: int = 0
     is_replaying: bool = False
@@ -80,7 +80,7 @@ def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | No
         x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         before = copy.deepcopy(replayed.state_dict())
         ours = _step(replayed, x)
-        # A buffer is not a part of a larger image: ATen sums its pixels in another order.
+        # A buffer is no slice of a larger image: ATen sums its pixels in another order.
         torch.testing.assert_close(ours, _step(plain, x), rtol=1e-12, atol=1e-12)
         replayed.load_state_dict(before)
         assert all(torch.equal(a, b) for a, b in zip(ours, _step(replayed, x), strict=True))
@@ -106,7 +106,7 @@ def test_the_rest_of_the_budget_determines_recordings() -> None:
 
 @pytest.mark.parametrize("train_norm", [False, True])
 def test_a_program_is_recorded_once(train_norm: bool) -> None:
-    """Although gradients are summed up in other tensors than the step before's, as where they are accumulated over batches."""
+    """Although gradients are summed in other tensors than in the step before, as with accumulation over batches."""
     torch.manual_seed(0)
     net: Any = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=(8, None)))
     plain = copy.deepcopy(net)
@@ -121,7 +121,7 @@ def test_a_program_is_recorded_once(train_norm: bool) -> None:
     assert recorder.num_records == len(store.programs) < store.num_replays
     ours, theirs = ([p.grad for p in one.parameters()] for one in (net, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    # Weights that have moved are another program's.
+    # Moved weights belong to another program.
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.data = parameter.data.clone()
@@ -131,7 +131,7 @@ def test_a_program_is_recorded_once(train_norm: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
-    """An upload while a graph is recorded would be the same in each replay, and CUDA refuses it."""
+    """An upload during the recording of a graph would be the same in each replay, and CUDA refuses it."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
     net: Any = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
@@ -213,7 +213,7 @@ def test_a_recording_that_fails_is_replaced_by_plain_execution(num_good: int, wa
 
 
 class _Copies(TorchDispatchMode):
-    """Counts copies outside of replays."""
+    """Counter of copies outside of replays."""
 
     def __init__(self, recorder: Again) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated

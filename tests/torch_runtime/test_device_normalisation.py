@@ -53,7 +53,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _read(source: ArraySource) -> Tensor:
-    """All numbers, as the host computes them."""
+    """All numbers, computed by the host."""
     numbers = torch.empty(source.shape, dtype=source.dtype)
     source.rows(Interval(0, source.shape[2]), numbers)
     return numbers

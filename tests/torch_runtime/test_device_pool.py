@@ -1,4 +1,5 @@
-"""Pool of a model's steps: reserved once, replaced for larger plans, entered by both passes; gradients that last are copied out of it."""
+"""Pool of a model's steps: reserved once, replaced for larger plans, entered by both passes; gradients that outlive a step are copied out
+of it."""
 
 from __future__ import annotations
 

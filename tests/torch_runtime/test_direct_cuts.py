@@ -26,7 +26,7 @@ _SHAPE = (2, 3, 26, 18)
 
 
 class Strided(Normed):
-    """Two segments read one cut, and strides leave rows of it out."""
+    """Two segments read one cut, with strides that leave rows of it out."""
 
     def __init__(self, axes: int = 2) -> None:
         super().__init__(axes)
@@ -47,7 +47,7 @@ def _step(net: Any, x: Tensor, *, retains: bool = False) -> list[Tensor]:
 
 
 def _pair(shape: tuple[int, ...] = _SHAPE, options: sft.Options | None = None) -> tuple[Any, Any, Any]:
-    """Two compiled modules with equal weights: one whose cuts are direct, and one whose cuts are staged. The first one's projection."""
+    """Two compiled modules with equal weights, one with direct and one with staged cuts, and the first one's projection."""
     model = seeded(lambda: Strided(axes=len(shape) - 2))
     net, problem = compile_with_cuts(model, image(*shape).requires_grad_(), options or sft.Options(tile=(4, None)))
     other = compile_with_cuts(copy.deepcopy(model), image(*shape).requires_grad_(), options or sft.Options(tile=(4, None)))[0]
@@ -86,7 +86,7 @@ def test_direct_cuts_have_the_bits_of_staged_ones(shape: tuple[int, ...], option
 
 @pytest.mark.parametrize(("shape", "options"), _TILINGS, ids=["strips", "samples", "recompute", "volume"])
 def test_the_bytes_of_direct_cuts_are_projected(shape: tuple[int, ...], options: sft.Options) -> None:
-    """The sum over sweeps is that of a run of all strips, and that of a step; the slab is laid out as the plan lays it out."""
+    """The sum over sweeps is that of a run of all strips, and that of a step; the slab has the plan's layout."""
     model = seeded(lambda: Strided(axes=len(shape) - 2))
     net, problem = compile_with_cuts(model, image(*shape).requires_grad_(), options)
     projection = copy_directly(net, problem)

@@ -1,4 +1,4 @@
-"""A pass that fails gives its memory back at once, although the error is kept; the next step has the results of the first try."""
+"""A failed pass frees its memory at once, although the error is kept; the next step has the results of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = (1, 3, 96, 40)
 
 
 class _Failing(ArraySource):
-    """Source that fails when its rows are read for the n-th time."""
+    """Source that fails at the n-th read of its rows."""
 
     num_reads = 0
     fails_at = 0
@@ -77,7 +77,7 @@ def test_memory_is_given_back(where: str, options: dict[str, Any]) -> None:
             _step(net, source)
         except Exception as error:
             errors.append(error)
-        # The source's own frame has the buffer that it was to fill; the frame of the step has the output and its gradient.
+        # The source's own frame has the buffer for its rows; the frame of the step has the output and its gradient.
         rows_bytes, output_bytes = 8 * 3 * SHAPE[3] * 10, 8 * 2
         assert peak.num_bytes > 8 * rows_bytes and peak.current_bytes <= rows_bytes + 4 * output_bytes
         net.zero_grad(set_to_none=True)

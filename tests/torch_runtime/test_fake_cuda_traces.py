@@ -1,4 +1,4 @@
-"""Programs of the standard networks on fake CUDA tensors: as their slots say, without waits for the device or pageable copies."""
+"""Programs of the standard networks on fake CUDA tensors: results match their slots, without waits for the device or pageable copies."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_programs_of_full_networks_run_on_cuda_tensors(name: str, options: dict[
 
 
 def test_differences_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong layout and a copy from pageable memory are found; the upload of a table is not one."""
+    """A wrong layout and a copy from pageable memory are reported; the upload of a table is not."""
     problem, planned = _planned("vgg16", torch.bfloat16, _WHOLE, full=False)
     execute = TorchMachine._execute
 

@@ -81,7 +81,7 @@ def test_gradients_of_some_parameters_outlive_the_next_replay() -> None:
 
 
 def test_a_call_while_gradients_are_copied_leaves_them_as_they_are() -> None:
-    """A hook of a parameter may take other gradients before the other groups are copied."""
+    """A hook of a parameter may compute other gradients before the other groups are copied."""
     net, plain, _ = _warmed_up()
     results = []
     for one in (net, plain):

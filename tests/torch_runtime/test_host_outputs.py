@@ -47,7 +47,7 @@ def poisoned_hosts() -> Iterator[None]:
 
 
 class Supervised(nn.Module):
-    """Deep supervision with a norm of the image between: a later segment reads ``early`` and no other output."""
+    """Deep supervision with a norm over the image in between: a later segment reads ``early`` and no other output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Returned(nn.Module):
 
 
 class ByPixel(nn.Module):
-    """The last dimension order does not stream: the output is computed untiled, then copied."""
+    """Model with a final permutation that does not stream: the output is computed untiled, then copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ByPixel(nn.Module):
 
 
 def directions(outputs: list[Tensor], seed: int = 0) -> list[Tensor]:
-    """Gradients for outputs, in memory that `sft.measure_peak` does not see."""
+    """Gradients for outputs, in memory that `sft.measure_peak` does not count."""
     generator = np.random.default_rng(seed)
     return [torch.from_numpy(generator.standard_normal(tuple(y.shape))).to(y.dtype) for y in outputs]
 

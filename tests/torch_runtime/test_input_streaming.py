@@ -35,7 +35,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class SkipFromInput(nn.Module):
-    """The input is read three times, with a norm of the image between: each read is in a segment of its own."""
+    """Model that reads the input three times, with norms over the image in between: each read is in its own segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def check(
 
     Args:
         model: in float64.
-        x: what the compiled model gets.
+        x: input of the compiled model.
         pixels: ``[N, C, H, W]``.
         options: of the compiled model.
-        target: what it gets as ``input_grad``.
-        gradient: what the target then holds, ``[N, C, H, W]``.
+        target: its ``input_grad``.
+        gradient: content of the target after the step, ``[N, C, H, W]``.
 
     Returns:
         The compiled model.
@@ -142,17 +142,17 @@ def random_pixels(*shape: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 
 def as_tensor(pixels: npt.NDArray[np.uint8]) -> Tensor:
-    """NHWC pixels as eager PyTorch would take them."""
+    """NHWC pixels as a tensor for eager PyTorch."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).double() / 255
 
 
 def normalised(pixels: npt.NDArray[np.uint8]) -> Tensor:
-    """The same with `MEAN` and `STD`."""
+    """Pixels normalised with `MEAN` and `STD`."""
     mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (MEAN, STD))
     return (as_tensor(pixels) - mean) / std
 
 
-# --- where pixels come from -----------------------------------------------------------------------------------------
+# --- kinds of sources -----------------------------------------------------------------------------------------------
 
 _ARRAYS: dict[str, Callable[[npt.NDArray[np.uint8]], Any]] = {
     "uint8 NHWC": lambda p: p,
@@ -233,7 +233,7 @@ def test_a_tensor_on_the_host_with_a_target_for_its_gradient() -> None:
         loss.backward()
 
 
-# --- however they are tiled -----------------------------------------------------------------------------------------
+# --- tilings --------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -295,7 +295,7 @@ class _Two(nn.Module):
 
 @pytest.mark.parametrize("second", ["source", "tensor"])
 def test_several_inputs(second: str) -> None:
-    """Each has a reader of its own; one of them may be a tensor on the device."""
+    """Each has its own reader; one of them may be a tensor on the device."""
     model = seeded(_Two)
     pixels, b = random_pixels(1, 23, 14, 3), image(1, 3, 23, 14)
     targets = (np.zeros((23, 14, 3)), np.zeros((1, 3, 23, 14)) if second == "source" else None)
@@ -344,7 +344,7 @@ def test_a_second_backward_pass_replaces_the_gradients_of_the_first() -> None:
 
 
 def test_a_sink_of_the_callers_own() -> None:
-    """It is used as it is: a second pass adds to it."""
+    """It is not reset: a second pass adds to it."""
     pixels, array = random_pixels(2, 30, 20, 3), np.zeros((2, 30, 20, 3))
     sink = ArraySink(array, shape=(2, 3, 30, 20), dtype=torch.float64)
     net = sft.compile(seeded(Residual), pixels, options=sft.Options(tile=(6, None), batch_tile=1))

@@ -68,7 +68,7 @@ def _settings(model: nn.Module, **options: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"options": sft.Options(**{"tile": (8, None), **options})}
     if "host_budget" in options:  # the plan of the least budget, and room for passes that retain the graph
         plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, **settings), **settings)
-        order = [op for op in plan.order if op != "~3+"]  # a copy that is under way when the forward pass ends
+        order = [op for op in plan.order if op != "~3+"]  # a copy under way at the end of the forward pass
         order.insert(order.index("L") + 1, "~3+")
         settings.update(budget="4GiB", plan=replace(plan, order=tuple(order)))
     return settings
@@ -380,7 +380,7 @@ def test_plans_that_use_the_host_are_not_recorded() -> None:
 
 
 def test_the_budget_has_room_for_recordings() -> None:
-    """A plan for a GPU counts copies of inputs and results; where they do not fit, strips are recorded, which take what is left."""
+    """A plan for a GPU counts copies of inputs and results; where they do not fit, strips are recorded within the rest of the budget."""
     shape = (1, 3, 1536, 1280)
     with torch.device("meta"):
         model = ConvNet()

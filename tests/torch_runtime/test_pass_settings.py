@@ -1,4 +1,4 @@
-"""cuDNN's search for algorithms is off while strips run, as Options says, and the caller's setting is restored."""
+"""cuDNN's search for algorithms is off while strips run, by an option, and the caller's setting is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remembered times: read again, added by several processes at once, and ignored in damaged lines."""
+"""Stored times: read again, added by several processes at once, and ignored in damaged lines."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_concurrent_writers_lose_no_times(tmp_path: Path) -> None:
     path = tmp_path / "costs.txt"
 
     def write(number: int) -> None:
-        costs = TimingCache(path)  # handles of their own, as processes have
+        costs = TimingCache(path)  # separate handles, as in processes
         for index in range(50):
             costs.add(f"{number} {index}", number + index / 64)
 
@@ -139,7 +139,7 @@ def test_a_plan_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(TorchMachine, "allocate", refuse)
         again = _measure(_Block())
     assert _timeless(again) == _timeless(first)
-    # Half of the times are gone: a backward program is timed on the residuals of its forward program, timed or not.
+    # Half of the times are removed: a backward program is timed on the residuals of its forward program in any case.
     (file,) = (tmp_path / "costs").iterdir()
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     file.write_text("\n".join(lines[::2]))
@@ -189,7 +189,7 @@ def test_programs_are_identified_by_their_content() -> None:
     assert plain is not None and plain == program_hash(_program(4, name="another"))
     others = [_program(5), _program(4, 2.0), _program(4, function=torch.ops.aten.add.Scalar), _program(4, function=_doubled)]
     assert len({plain, *map(program_hash, others)}) == 5
-    # What is made inside a function has no name that another process would give it.
+    # Local functions and classes have no name in another process.
     scaled = [
         program_hash(_program(4, function=_Scaled(factor, _Range(length)))) for factor, length in ((2.0, 3), (2.0, 3), (2.0, 4), (1.0, 3))
     ]

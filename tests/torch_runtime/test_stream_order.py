@@ -108,7 +108,7 @@ def _steps(net: Any, x: Any, *, optimizer: Any = None) -> list[Tensor]:
 
 
 def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
-    """Two models compiled alike, and their input."""
+    """Two equally compiled models, and their input."""
     make, options, setting = _CASES[name]
     model, shape = seeded(make).to(setting.get("dtype", torch.float64)), setting.get("shape", _SHAPE)
     x: Any = image(*shape)
@@ -212,7 +212,7 @@ def _without_wait_before_release(patches: pytest.MonkeyPatch) -> None:
     [
         (_without_stream_waits, "copy at sft/torch_runtime/offload.py", "aten.mul_"),  # the copy begins before the value is computed
         (_without_wait_before_release, "free", "copy at sft/torch_runtime/offload.py"),  # the bytes are freed before they are copied
-        (_without_event_waits("computation"), "aten.add_", "copy at sft/torch_runtime/offload.py"),  # read before it is back
+        (_without_event_waits("computation"), "aten.add_", "copy at sft/torch_runtime/offload.py"),  # read before its copy back is complete
     ],
 )
 def test_offload_without_a_wait_is_reported(mutate: Callable[[pytest.MonkeyPatch], None], first: str, second: str) -> None:
@@ -230,7 +230,7 @@ def test_offload_without_a_wait_is_reported(mutate: Callable[[pytest.MonkeyPatch
 
 
 def _reuse_slab_early() -> None:
-    """A range of the slab is given away while the copy back reads it."""
+    """Mutation: a range of the slab is freed while the copy back reads it."""
     offloader = HostOffloader(DEVICE, HostSlabPool(1024, DEVICE, HostAllocator()).lease())
     first, second = (torch.ones(128, device=DEVICE) for _ in range(2))
     copied = offloader.offload("first", [first])
@@ -295,7 +295,7 @@ def test_streamed_weights_without_a_wait_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_does_not_wait_for_its_copies_is_reported(tmp_path: Path) -> None:
-    """It would read the next strip into a buffer that is being copied."""
+    """It would read the next strip into a buffer during its copy."""
     (_, net), x = _compiled("source", tmp_path)
     net.plan_for(x, input_grad=np.zeros(x.shape))
     with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
@@ -368,7 +368,7 @@ def test_strips_of_a_source_are_in_the_projected_bytes(strip_rows: int) -> None:
     ]
     (name,) = problem.sized.graph.inputs
     tallest = max(len(rows) for order in orders for rows in order.get(name, ()))
-    # Of the reader three strips and rows for the next one; of the gradient two strips in each direction.
+    # The reader has three strips and rows for the next one; the gradient has two strips in each direction.
     assert 7 * tallest * 3 * 12 * 8 <= summed.staging_bytes <= 8 * tallest * 3 * 12 * 8 + 1024
 
 
@@ -391,7 +391,7 @@ def test_a_download_without_a_wait_is_reported(
 
 
 def test_errors_of_the_writing_thread_are_raised_once(tmp_path: Path) -> None:
-    """By the backward pass, with the sink's own words; nothing is left behind, and the next step works."""
+    """By the backward pass, with the sink's own message; the next step works."""
     (_, net), x = _compiled("source", tmp_path)
     net.plan_for(x, input_grad=np.zeros(x.shape))
     with gpu_steps() as gpu:

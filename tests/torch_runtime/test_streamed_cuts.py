@@ -1,4 +1,4 @@
-"""Streamed cuts: eager PyTorch's values in budgets far below the sum of the cuts before norms, and no memory left on the host."""
+"""Streamed cuts: eager PyTorch's values in budgets far below the sum of the cuts before norms, and freed host memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHAPE = (2, 3, 26, 18)
 
 
 class Dropped(Normed):
-    """With a mask and its seed from the caller's generator."""
+    """Network with a dropout mask and its seed from the caller's generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout2d(x, 0.3))
@@ -62,7 +62,7 @@ def _choices(plan: sft.Plan) -> list[Any]:
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[PlanningProblem]:
-    """Problems given to the planner, in order."""
+    """Problems of the planner, in order."""
     found: list[PlanningProblem] = []
     engine = import_module("sft.api.plan_search")
     plan_segments = engine.plan_segments
@@ -209,7 +209,7 @@ def test_a_full_disk_is_an_error_and_changes_nothing(
         if calls > left[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    y = net(image(*_SHAPE))  # its statistics are the last that change
+    y = net(image(*_SHAPE))  # its statistics change last
     before = {key: value.clone() for key, value in net.state_dict().items()}
     state, threads = torch.get_rng_state(), threading.active_count()
     for num_fitting in (0, 2):

@@ -217,7 +217,7 @@ def test_refusals_name_remedies(tmp_path: Path) -> None:
 
 
 class Returned(nn.Module):
-    """Returns one of its parameters."""
+    """Model that returns one of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_a_pass_has_the_weights_of_a_move_and_of_the_next(ahead: bool) -> None:
         prefetcher.after_op(place)
     prefetcher.free_all()
     assert set(values) == set(names)
-    # `c` was updated, perhaps, so it is read anew although the next move wants it; `a` stays for the last one.
+    # `c` may have been updated, so it is read again although the next move reads it; `a` stays for the last one.
     expected = "<b <c =bc <a... !b !c | ~b ~c «c =ac | ~c =a !a | ~a" if ahead else "<b <c =bc !b !c | ~b ~c <a «c =ac | ~c =a !a | ~a"
     assert " ".join(machine.calls) == expected
 

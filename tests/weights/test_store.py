@@ -72,7 +72,7 @@ def test_generations_are_copied_aborted_and_committed(kind: str, layouts: list[R
     new = torch.arange(layouts[2].record_bytes, dtype=torch.int64).to(torch.uint8)
     store.begin()
     store.write(2, new)
-    assert _contents(store) == first  # readers see the current generation until the next one is whole
+    assert _contents(store) == first  # readers get the current generation until the next one is complete
     store.abort()
     assert _contents(store) == first and store.generation == 0
     store.begin()
@@ -237,7 +237,7 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     first.begin()
     with pytest.raises(sft.SourceError, match="w is in use: another model of this process writes to it"):
         second.begin()
-    second.abort()  # which is not the first one's
+    second.abort()  # which is not that of the first one
     DiskStore.open(path)
     first.write(1, torch.full((_EQUAL[0].record_bytes,), 7, dtype=torch.uint8))
     first.commit()
@@ -357,7 +357,7 @@ def test_files_and_mappings_are_released(tmp_path: Path) -> None:
         store.begin()
         store.commit()
     store.begin()
-    assert held() == (before[0] + 3, 1)  # the mapping's, the lock's, and the next generation's
+    assert held() == (before[0] + 3, 1)  # those of the mapping, the lock, and the next generation
     store.close()
     del store
     assert held() == before

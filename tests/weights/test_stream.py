@@ -42,7 +42,7 @@ def _read(stream: WeightStream, plan: list[int], reads: list[int]) -> list[int]:
 
 
 def _optimal_copies(plan: list[int], num_slots: int) -> int:
-    """Belady's rule, written out: the fewest copies with so many slots."""
+    """Belady's rule: the fewest copies with a number of slots."""
     held: set[int] = set()
     copies = 0
     for place, block in enumerate(plan):
@@ -68,7 +68,7 @@ def test_random_plans_are_read_with_few_copies(prefetch: bool) -> None:
         assert counters.reads == len(plan) == counters.hits + counters.waits + counters.misses
         assert (counters.misses == 0) is prefetch
         fewest = _optimal_copies(plan, stream.num_slots)
-        # A thread that is ahead chooses among the slots that are free then, and may have to copy a block again.
+        # A thread that is ahead selects among free slots, and may have to copy a block again.
         assert fewest <= counters.num_copies <= len(plan) if prefetch else counters.num_copies == fewest
         assert counters.copied_bytes == 64 * counters.num_copies
 

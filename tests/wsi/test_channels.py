@@ -1,4 +1,4 @@
-"""Runs on images that are no RGB slides: channels by name, pixel types, ranges of values, several files as one image."""
+"""Runs on images other than RGB slides: channels by name, pixel types, ranges of values, several files as one image."""
 
 from __future__ import annotations
 

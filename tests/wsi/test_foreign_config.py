@@ -1,4 +1,4 @@
-"""Configurations and run folders of others: no command runs code from them, and none of them takes long to refuse."""
+"""Untrusted configurations and run folders: no command runs code from them, and refusals are fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA = Path(__file__).resolve().parents[1] / "compatibility" / "data" / "wsi"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run that somebody else trained, and a module beside it that records its import."""
+    """The folder of an untrusted run, and a module next to it that records its import."""
     folder = tmp_path / "wsi"
     shutil.copytree(_DATA, folder)
     (folder / "sft_test_foreign.py").write_text(
@@ -84,7 +84,7 @@ def test_a_trusted_module_is_run_and_a_configuration_cannot_trust(run: Path, cap
 
 
 def _laughs(levels: int, width: int) -> str:
-    """A document whose last list stands for ``width ** levels`` values."""
+    """A document with a last list that expands to ``width ** levels`` values."""
     lines = ["a0: &a0 x"]
     lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * width)}]" for level in range(1, levels + 1)]
     return "\n".join(lines) + "\n"
@@ -121,7 +121,7 @@ def test_bombs_are_refused_before_any_value_is_built(tmp_path: Path, text: str, 
 
 
 def test_the_parser_stops_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The events that are looked at are as many as the limit allows, however long the file is."""
+    """The number of parsed events is that of the limit, for a file of any length."""
     (tmp_path / "c.yaml").write_text("a: [" + "x, " * 100_000 + "]\n")
     count, parse = 0, yaml.parse
 

@@ -27,7 +27,7 @@ _MODEL = {"backbone": "tests.helpers.wsi:tile_net", "encoder": "tiles", "tile_px
 
 
 def _write_slides(folder: Path) -> Path:
-    """Slides of 80 x 64 px, each with a mask of its left part."""
+    """Slides of 80 x 64 px, each with a mask of its left side."""
     rows = []
     for number, (top, left) in enumerate(tissue_places(80)[:8]):
         crop = real_pixels()[top : top + 64, left : left + 80]
@@ -171,7 +171,7 @@ def test_maps_have_the_contribution_attention_and_gradient_of_each_tile(
         np.load(tmp_path / "maps" / "s4" / f"{name}.npy") for name in ("map-swapped", "saliency-swapped", "map-attention")
     )
     for layer in (evidence, gradient, shares):
-        assert layer.shape == (4, 5) and np.isnan(layer[:, 3:]).all() and np.isfinite(layer[:, :3]).all()  # the right part has no tissue
+        assert layer.shape == (4, 5) and np.isnan(layer[:, 3:]).all() and np.isfinite(layer[:, :3]).all()  # the right side has no tissue
     assert np.allclose(gradient[:, :3].ravel(), expected, rtol=1e-4)
     assert np.nansum(evidence) + model.head.classifier.bias[1].item() == pytest.approx(drawn["score"], rel=1e-4)
     assert np.nansum(shares) == pytest.approx(1, rel=1e-5)

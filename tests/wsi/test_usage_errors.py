@@ -1,4 +1,4 @@
-"""Messages of wrong command lines and configurations: settings and values as their author writes them, no names of Python."""
+"""Messages of wrong command lines and configurations: settings and values as written by the user, without names of Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line from a table of slides to heatmaps, and what it says when something is wrong."""
+"""The command line from a table of slides to heatmaps, and its error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _said(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a process of its own; a training slide and a test slide cannot be decoded at one place."""
+    """A run in a process of its own; a training slide and a test slide have an undecodable tile."""
     folder = tmp_path_factory.mktemp("trained")
     table = write_task(folder, num_slides=10)
     for name in ("s5.tif", "s9.tif"):
@@ -102,7 +102,7 @@ def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, t
     assert told["metrics"] == {"slides": {}, "patients": {}}
     assert [row["slide"] for row in read_rows(tmp_path / "new" / "predictions.csv")] == ["s0", "s1"]
     assert main(["evaluate", str(trained / "run"), "--split", "test", "--bootstrap", "0"]) == 3
-    # What the last weights say does not take the place of what the best said, nor anything that of the run's own files.
+    # Results of the last weights do not replace those of the best ones, and none replace the run's own files.
     best = (trained / "run" / "val" / "predictions.csv").read_bytes()
     capsys.readouterr()
     assert main(["evaluate", str(trained / "run"), "--checkpoint", "last", "--bootstrap", "0", "--json"]) == 0
@@ -294,7 +294,7 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
         assert classes.shape == true.shape and classes.dtype == np.uint8
         assert ((classes == 1) & (true != 255)).sum() == float(row["dark_predicted_px"])
         assert heatmap["score"] == (classes == 1).mean() and f"dark {(classes == 1).mean():.1%}" in heatmap["note"]
-        if (classes == 1).any():  # the picture is not reduced, so the polygons are exact
+        if (classes == 1).any():  # the picture is not downsampled, so the polygons are exact
             regions = read_geojson(heatmap["files"][2], names="dark")
             assert np.array_equal(regions.region(0, 0, *classes.shape[::-1]), classes == 1)
         with Image.open(heatmap["files"][1]) as picture:
@@ -316,7 +316,7 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
 
 @pytest.mark.usefixtures("without_proposals")
 def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The optimizer's state counts, and all of the slides: followed, the advice led to the same advice."""
+    """The optimizer's state and all slides count. Regression: the named budget was refused with the same advice."""
     arguments = ["train", "--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--dry-run", "--json", "--model.budget"]
     assert main([*arguments, "50000"]) == 1
     named = re.search(r"Raise the budget to [\d.]+ \w+ \((\d+) bytes\) with --model\.budget", capsys.readouterr().err)
@@ -397,7 +397,7 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
         assert main(arguments) == 1
         assert "has 97.66 KiB free, and checkpoints need" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
-    # Files of this process cannot grow beyond what the weights need: the second half of a checkpoint fails.
+    # Files of this process cannot grow beyond the size of the weights: the second half of a checkpoint fails.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
     try:
@@ -412,7 +412,7 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
 
 
 def test_a_full_disk_is_reported_before_a_gradient_is_computed(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The process died of a signal, without a word, where the mapped file had no room."""
+    """Regression: the process was killed by a signal, without a message, if the mapped file did not fit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, before[1]))
     try:
@@ -437,10 +437,10 @@ def test_a_computed_tissue_mask_is_drawn_and_accepted_as_a_mask(tmp_path: Path, 
     whole = open_image(slide)
     mask, polygons = (read_area(Path(name), whole) for name in found["files"][:2])
     assert isinstance(mask, TissueMask) and mask.share == found["share"] and not list((tmp_path / "out").glob(".*"))
-    # The outline goes along the borders of the mask's px, which hold several of the slide's: both say the same of each of them.
+    # The outline follows the borders of the mask's px, each of which covers several of the slide's: both agree on all of them.
     assert np.array_equal(mask.region(700, 900, 300, 200), polygons.region(700, 900, 300, 200))
     assert main(["tissue", str(slide), "--out", str(tmp_path / "out"), "--mpp", "0"]) == 1
-    # A mask that somebody has mended stays, unless it is asked for.
+    # An edited mask is kept, unless its replacement is requested.
     Path(found["files"][0]).write_bytes(b"mended")
     again = ["tissue", str(slide), "--out", str(tmp_path / "out"), "--json"]
     assert main(again) == 3
@@ -465,7 +465,7 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
     assert told["filled_tiles"] == len(rows) and not told["failed"] and {row["slide"] for row in rows} == {"s1", "s4"}
     assert {(row["left_px"], row["top_px"]) for row in rows if row["slide"] == "s4" and row["level"] == "0"} == {("0", "0")}
     assert "could not be decoded" in (tmp_path / "run" / "summary.md").read_text()
-    folder = RunFolder(tmp_path / "run")  # a run that goes on keeps what it knew
+    folder = RunFolder(tmp_path / "run")  # a continued run keeps its records
     assert folder.add_damage({}) == len(rows)
     more = {"s0": (BadTile(level=0, x=128, y=0, width_px=128, height_px=128, reason="said\nso"),)}
     assert folder.add_damage(more) == folder.add_damage(more) == len(rows) + 1

@@ -1,4 +1,4 @@
-"""Several files as one image, and channels by name: pixels equal those of one array, whatever the formats."""
+"""Several files as one image, and channels by name: pixels equal those of one array, for all formats."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Damaged and odd files: each is a typed error that names the file, or follows a policy; `damaged-files.md` lists all of them.
 
-A case here builds one small file. Cases whose tests lie elsewhere are in the list, too, and a test compares the list with the tests.
+A case builds one small file. The list also has cases of other test modules, and a test compares the list with the tests.
 """
 
 from __future__ import annotations

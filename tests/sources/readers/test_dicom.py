@@ -1,4 +1,4 @@
-"""Folders of DICOM slides: the file by which OpenSlide opens a series."""
+"""Folders of DICOM slides: the file with which OpenSlide opens a series."""
 
 from __future__ import annotations
 

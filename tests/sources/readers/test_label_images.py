@@ -146,7 +146,7 @@ def test_pictures_above_pillows_limit_monailabel_1230(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("name", ["tiled.tif", "strips.tif", "white.tif", "grey.png"])
 def test_stored_values_of_a_few_bits(name: str, bits: int, tmp_path: Path) -> None:
-    """Pillow scales them to 255, which counts as ignored, and turns those with white as 0."""
+    """Pillow scales them to 255, which counts as ignored, and inverts those with white as 0."""
     path, labels = tmp_path / name, _map(shape=(40, 48)) % 2**bits
     if name == "grey.png":
         _grey_png(path, 48, 40, value=0b01100011, bits=bits)
@@ -187,7 +187,7 @@ def test_boolean_arrays_and_inverted_grey(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tag", "ramp", "geo palette", "aux.xml"])
 def test_grey_values_with_a_colour_table(kind: str, tmp_path: Path) -> None:
-    """Indices of colours are no grey values; a table that is the ramp of grey changes nothing."""
+    """Indices of colours are no grey values; a linear grey table changes nothing."""
     path, labels = tmp_path / "a.tif", _map()
     colours = np.tile(np.linspace(0, 65535, 256).astype(np.uint16), (3, 1))
     if kind != "ramp":

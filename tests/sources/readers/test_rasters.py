@@ -1,4 +1,4 @@
-"""GeoTIFF, COG and VRT: pixels, masks, overviews and georeference as rasterio has them."""
+"""GeoTIFF, COG and VRT: pixels, masks, overviews and georeference as in rasterio."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_extra_geo_alone_reads_geotiffs_and_their_labels(tmp_path: Path, mon
     read = open_labels(labels_path, like=image).image.read(0, 0, 50, 40)
     assert np.array_equal(read, labels)
     monkeypatch.setitem(sys.modules, "rasterio", None)
-    for call in (open_image, open_labels):  # OpenSlide, if it is there, would return RGB of 8 bits
+    for call in (open_image, open_labels):  # OpenSlide, if installed, would return RGB of 8 bits
         with pytest.raises(SourceError, match="tifffile"):
             call(path if call is open_image else labels_path)
 
@@ -176,7 +176,7 @@ def test_openslide_gets_no_samples_that_it_would_round_or_drop(dtype: str, bands
 
 @pytest.mark.parametrize(("nodata", "background"), [(-9999, 0), (70_000, 65_535), (float("nan"), 0), (12.4, 12)])
 def test_nodata_outside_of_the_type(nodata: float, background: float, tmp_path: Path) -> None:
-    """Policy: no stored pixel has it, and missing tiles are the nearest value, as in GDAL."""
+    """Policy: no stored pixel has it, and missing tiles have the nearest value, as in GDAL."""
     import tifffile
 
     text = (42113, "s", 0, str(nodata), True)
@@ -260,7 +260,7 @@ def test_percentiles_do_not_change_a_mask_channel(tmp_path: Path) -> None:
 
 
 def test_a_mask_channel_next_to_nan(tmp_path: Path) -> None:
-    """NaN would reach every result of the network."""
+    """Otherwise NaN would reach every result of the network."""
     pixels = np.ones((8, 8, 2), np.float32)
     pixels[:2, :, 0] = np.nan
     write(tmp_path / "a.tif", pixels, nodata=np.nan)

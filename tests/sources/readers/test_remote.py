@@ -107,7 +107,7 @@ def test_a_server_that_refuses(status: int, server: FileServer, tmp_path: Path) 
 
 @pytest.mark.parametrize("fault", ["sends_ranges", "sends_length"])
 def test_a_server_without_ranges_or_lengths(fault: str, server: FileServer, tmp_path: Path) -> None:
-    """An error that names the file, or the right pixels; never the bytes of another place."""
+    """An error that names the file, or the right pixels; never bytes of another offset."""
     pixels = numbers((200, 150, 3), "uint8")
     write(tmp_path / "a.tif", pixels, compression="deflate")
     setattr(server, fault, False)

@@ -107,7 +107,7 @@ def test_a_zip_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_axes_by_their_names(tmp_path: Path) -> None:
-    """Shapes that could be read in two ways; names of format 3, and of xarray in format 2."""
+    """Ambiguous shapes; names of format 3, and of xarray in format 2."""
     pixels = np.arange(2 * 12 * 10, dtype=np.uint16).reshape(2, 12, 10)
     for names in (("c", "y", "x"), ("band", "latitude", "longitude")):
         zarr.create_array(str(tmp_path / names[0]), data=pixels, chunks=(1, 4, 4), dimension_names=names)

@@ -1,4 +1,4 @@
-"""From a row of the table to the network's input: masks of every kind, crops, label maps that follow, and what is decoded how often."""
+"""From a row of the table to the network's input: all kinds of masks, crops, aligned label maps, and numbers of decodes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_label_maps_are_cropped_and_turned_with_their_slide(slide: tuple[SlideRe
 @pytest.mark.parametrize("content", ["empty", "elsewhere", "lines", "black"])
 @pytest.mark.parametrize("tissue", ["none", "crop", "mask"])
 def test_a_mask_without_tissue_is_refused(content: str, tissue: str, slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
-    """The slide would be painted over as a whole, and train as pure background."""
+    """Otherwise the full slide would be painted over, and train as pure background."""
     record, pixels = slide
     mask = tmp_path / ("mask.png" if content == "black" else "mask.geojson")
     far = [[[9000, 0], [9100, 0], [9100, 90], [9000, 0]]]
@@ -180,7 +180,7 @@ def test_the_backward_pass_decodes_nothing_again_within_the_budget(slide: tuple[
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
         if budget is not None:
             assert isinstance(source.image, Cached)
-            # 144 rows in blocks of 128 (the side of a tile): each once, however many strips there are and in which direction.
+            # 144 rows in blocks of 128 (the side of a tile): each once, for any number of strips and either direction.
             assert max(segment.num_steps for segment in net.plan_for(source).segments) > 4 and source.image.num_blocks_read == 2
             assert source.image.kept_bytes == pixels.nbytes
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)) and len(gradients[0]) == len(list(model.parameters()))
@@ -201,7 +201,7 @@ def test_damage_is_raised_skipped_or_filled_and_listed(slide: tuple[SlideRecord,
     first, second = feed.image(record), feed.image(record)  # a slide may be open twice: pixels and labels
     write_slide(tmp_path / "good.tif", pixels)
     write_slide(tmp_path / "next.tif", pixels)
-    feed.image(_record(tmp_path / "good.tif"))  # ahead of its use: the one at hand is still watched
+    feed.image(_record(tmp_path / "good.tif"))  # ahead of its use: the current one is still watched
     _whole(second), _whole(first), feed.image(_record(tmp_path / "next.tif"))
     assert list(feed.bad_tiles) == [record.name] and [name for name, _ in feed._watched] == ["good", "next"]
 

@@ -1,4 +1,4 @@
-"""Slides are opened while others are trained on: once each, in their thread, with what goes wrong told to whoever wanted them."""
+"""Slides are opened ahead of their use: once each, in a thread, with errors raised at the use."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ _BLOCK_BYTES = 64 * 96 * 3
     ("budget_bytes", "current_rows", "ready"),
     [
         (8 * _BLOCK_BYTES, 200, 4),  # both slides, of 3.1 blocks each, fit
-        (6 * _BLOCK_BYTES, 200, 2),  # of the second as much as the first one's rows leave
+        (6 * _BLOCK_BYTES, 200, 2),  # of the second one as many rows as fit next to the first one's
         (4 * _BLOCK_BYTES, 200, 1),
-        (2 * _BLOCK_BYTES, 200, 1),  # the first may fill the budget: only what the second begins with
+        (2 * _BLOCK_BYTES, 200, 1),  # the first may fill the budget: only the first rows of the second one
         (4 * _BLOCK_BYTES, 64, 3),  # a small slide leaves more
     ],
 )

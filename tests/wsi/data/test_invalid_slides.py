@@ -1,4 +1,4 @@
-"""Slides and folders that are not what they seem: told in one list, before anything is computed or written."""
+"""Invalid slides and folders: reported in one list, before any computation or write."""
 
 from __future__ import annotations
 

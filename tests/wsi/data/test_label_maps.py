@@ -1,4 +1,4 @@
-"""Values of label maps: the classes that they mean, and masks that would train on nothing."""
+"""Values of label maps: their classes, and masks without a class to train on."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_label_map_is_named(name: str, message: str, tmp_path:
 
 
 def test_polygons_smaller_than_a_pixel_are_no_tissue() -> None:
-    """Degrees in place of pixels: a slide would be background without a message."""
+    """Degrees in place of pixels: otherwise a slide would be background without a message."""
     slide = ArrayImage(np.zeros((60, 80, 3), np.uint8))
     ring = np.array([[10.1, 10.1], [10.4, 10.1], [10.4, 10.4]])
     with pytest.raises(InputError, match="the mask has none there"):

@@ -1,4 +1,4 @@
-"""Tables of slides as people write them, and as nobody should; splits."""
+"""Tables of slides, valid and invalid; splits."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_missing_table_is_a_dataset_error(tmp_path: Path) -> None:
 
 
 def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
-    """A run went on, and was evaluated, on other label maps without a word."""
+    """Regression: a run was continued and evaluated on other label maps without an error."""
     table = _table(tmp_path, "slide,mask\na.svs,a.png\n", "a.svs", "a.png", "b.png")
     task = TaskConfig(kind="segmentation", classes=["x", "y"])
     before = read_table(table, task).digest()
@@ -189,7 +189,7 @@ def test_settings_that_would_fail_later_or_be_ignored(make: Callable[[], object]
 
 
 def test_duplicate_keys_and_files_that_are_no_text(tmp_path: Path) -> None:
-    """The last one won, and the others were dropped."""
+    """Regression: the last one was used, and the others were dropped."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  csv: t.csv\nmodel:\n  budget: 1GiB\nmodel:\n  budget: 2GiB\n", encoding="utf-8")
     with pytest.raises(InputError, match="line 3: model is given 2 times"):
@@ -259,7 +259,7 @@ def test_wrong_targets(tmp_path: Path, kind: TaskKind, text: str, message: str) 
 
 @pytest.mark.parametrize("text", ["nan", "NA", "n/a", "<NA>"])
 def test_a_placeholder_of_a_label_is_no_class(text: str, tmp_path: Path) -> None:
-    """Else a network would learn it, beside the others."""
+    """Otherwise a network would learn it as a class."""
     path = _table(tmp_path, f"slide,label\na.svs,x\nb.svs,{text}\n", "a.svs", "b.svs")
     for kind in cast("list[TaskKind]", ["classification", "multilabel"]):
         (problem,) = _problems(path, TaskConfig(kind=kind))
@@ -269,7 +269,7 @@ def test_a_placeholder_of_a_label_is_no_class(text: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("text", ["NaN", "NA", "null"])
 def test_a_placeholder_of_a_patient_is_no_patient(text: str, tmp_path: Path) -> None:
-    """Else their slides would be averaged, and kept in one split."""
+    """Otherwise slides without a patient would be averaged, and kept in one split."""
     problems = _problems(_table(tmp_path, f"slide,label,patient\na.svs,x,{text}\nb.svs,y,p\n", "a.svs", "b.svs"), TaskConfig())
     message = f"line 2: patient {text!r} is what programs write for one that is missing; leave the cell empty, or name the patient"
     assert problems == (message,)
@@ -283,7 +283,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_links_to_a_slide_are_that_slide(tmp_path: Path) -> None:
-    """In two splits it would be validated on what it was trained on."""
+    """Otherwise one slide could be in two splits, for training and validation."""
     path = _table(tmp_path, "slide,label,split\na.svs,x,train\nb.svs,y,val\nc.svs,y,train\n", "a.svs")
     (tmp_path / "b.svs").symlink_to("a.svs")
     os.link(tmp_path / "a.svs", tmp_path / "c.svs")

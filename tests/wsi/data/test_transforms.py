@@ -1,4 +1,4 @@
-"""Turned and recoloured slides: a strip of theirs has the bits of the whole, and they are what they say."""
+"""Turned and recoloured slides: strips have the bits of the full slide, and colours follow the stated maps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_reinhard_matches_means_and_spreads_and_undoes_another_stain() -> None:
     changed = _whole(Recoloured(_Array(pixels), density=hed_shift((0.3, -0.2, 0.0), (0.0, 0.0, 0.0))))
     plain, restored = (_whole(ColourTransferred(_Array(image), fit_reinhard(image, "s"))).astype(float) for image in (pixels, changed))
     assert np.abs(plain - restored).mean() < np.abs(pixels.astype(float) - changed).mean() / 2
-    # What is fitted to the result changes nothing any more, but for what was clipped and rounded.
+    # A transfer fitted to the result is the identity, except for clipping and rounding.
     again = np.array(fit_reinhard(plain.astype(np.uint8), "s").matrix)
     assert np.abs(again - np.eye(3)).max() < 0.35
     with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
@@ -129,7 +129,7 @@ def test_views_of_a_slide_are_rasters_with_its_facts(tmp_path: Path) -> None:
     turned, recoloured = Turned(slide, quarters=1), Recoloured(slide, intensity=ColourAffine.of(np.eye(3) * 0.5))
     assert isinstance(turned, Raster) and isinstance(recoloured, Raster)
     assert turned.level_dimensions == ((160, 144),) and turned.mpp == (0.25, 0.5) and turned.tile_height_px == 128
-    # Rows of a turned slide are columns below: where nobody knows the tiles, many of them at a time.
+    # Rows of a turned slide are columns of the file: many of them at a time if tiles are unknown.
     assert Turned(open_image(tmp_path / "s.tif", mpp=0.75), quarters=3).tile_height_px == 256
     assert recoloured.level_dimensions == slide.level_dimensions and make_thumbnail(recoloured, 80)[0].shape == (80, 72, 3)
     assert np.abs(recoloured.read(3, 4, 5, 6, 1).astype(int) - slide.read(3, 4, 5, 6, 1) / 2).max() <= 0.5
@@ -160,7 +160,7 @@ def test_slides_open_at_the_requested_resolution(tmp_path: Path) -> None:
     between = open_slide(path, mpp=1.5)  # no level has it: two px become one, three times four
     assert (between.image.width_px, between.image.height_px) == (48, 53) and between.image.mpp == pytest.approx((1.5, 1.5))
     assert between.scale == pytest.approx((3.0, 3.0)) and between.pyramid.width_px == 144
-    assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table knows better
+    assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table overrides the file
     with pytest.raises(InputError, match="never enlarged"):
         open_slide(path, mpp=0.2)
     write_slide(path, _crop(160, 144), mpp=None)

@@ -1,4 +1,4 @@
-"""A dark dot on a white slide is under the cell that is drawn, in the crop that is cut, and where the tables say."""
+"""A dark dot on a white slide is under its drawn cell, inside of its crop, and at its position in the tables."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_places_are_in_px_of_the_whole_slide(mpp: float | None, tmp_path: Path) 
     record, factor = experiment.table.records[0], 1.0 if mpp is None else 2.0
     frame = experiment.feed.frame(record)
     assert frame == SlideFrame(scale=(factor, factor), origin_px=(160.0, 120.0))
-    seen = ImageFrame.of(experiment.feed.source(record))  # the place that predicted files have
+    seen = ImageFrame.of(experiment.feed.source(record))  # the position of predicted files
     assert (seen.scale, seen.origin_px) == (frame.scale, frame.origin_px)
     maker = HeatmapMaker(experiment, tmp_path / "maps")
     heatmap = maker.draw(record, 1, saliency=False, num_crops=1, crop_px=24)

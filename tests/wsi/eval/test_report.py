@@ -1,4 +1,4 @@
-"""Pages of results: no table without metrics, and no interval that a few patients cannot give."""
+"""Pages of results: no table without metrics, and no interval of few patients."""
 
 from __future__ import annotations
 

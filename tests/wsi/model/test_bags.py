@@ -28,7 +28,7 @@ def _model(head: Any, encoder: nn.Module | None = None, num_features: int = 8) -
 
 
 def _plain_scores(model: BagModel, vectors: Tensor, head: str) -> Tensor:
-    """The pooling as it is written in papers."""
+    """The pooling as in its publication."""
     layers: Any = model.head
     if head == "gap":
         pooled = vectors.mean(0, keepdim=True)

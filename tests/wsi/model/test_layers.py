@@ -83,7 +83,7 @@ def test_every_parameter_has_a_depth_in_networks_of_other_kinds() -> None:
 
 
 def test_a_network_of_timm_has_the_groups_of_its_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that the matcher of the network does not know, such as a last norm, are in the group of the head."""
+    """Modules outside of the network's matcher, such as a last norm, are in the group of the head."""
 
     class Matched(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Segmentation heads: the scores of a position land on the pixels that it is centred on, for padded and unpadded networks."""
+"""Segmentation heads: scores of a position are at the pixels of its centre, for padded and unpadded networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sft.wsi.model.heads import SegmentationHead, SlideModel
 
 
 def _conv(kernel: int, stride: int, padding: int, channels: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """A convolution of equal weights, whose response to a dot is centred."""
+    """A convolution of equal weights, with a centred response to a dot."""
     layer = nn.Conv2d(channels, 1, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
     nn.init.constant_(layer.weight, 1 / kernel**2)
     return layer
@@ -61,7 +61,7 @@ def _model(kind: str) -> Any:
 
 
 def _displacement(model: nn.Module, axis: int) -> float:
-    """Mean distance from a dot to the centre of its response along one axis, over all places in a multiple of any stride here."""
+    """Mean distance from a dot to the centre of its response along one axis, over all positions in a common multiple of the strides."""
     num_places, size = 72, [80, 80]
     size[axis] = 264
     dots = torch.arange(num_places) + 96
@@ -70,7 +70,7 @@ def _displacement(model: nn.Module, axis: int) -> float:
     with torch.no_grad():
         profile = model.float()(images)[:, 0].double().select(2 - axis, 40)
     pixels = torch.arange(size[axis], dtype=torch.float64)
-    # The sum of all responses: a single one depends on the place of the dot between positions.
+    # The sum of all responses, since a single one depends on the offset of the dot between positions.
     return float((profile * (pixels - dots[:, None])).sum() / profile.sum())
 
 

@@ -1,4 +1,4 @@
-"""Backbones cut before their pooling, heads that stream, evidence that sums to the score, norms that stay."""
+"""Backbones cut before their pooling, heads that stream, evidence that sums to the score, frozen norms."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.helpers.wsi import TinyNet
 
 
 class _Inline(nn.Module):
-    """Pools and classifies inside ``forward``, as torchvision's DenseNet does; the last activation is not a module."""
+    """Network that pools and classifies inside of ``forward``, as torchvision's DenseNet; the last activation is no module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, stride=4, padding=1)
-        self.fixed = nn.AdaptiveAvgPool2d(7)  # as VGG's: an image, whose size does not follow the input's
+        self.fixed = nn.AdaptiveAvgPool2d(7)  # as in VGG: an image of fixed size
         self.classifier = nn.Linear(4 * 49, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class _Inline(nn.Module):
 
 
 class _Branched(nn.Module):
-    """Two poolings of different maps: neither is all that the result depends on, but the first stage is."""
+    """Two poolings of different maps: the result depends on both, and only the first stage separates it from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Branched(nn.Module):
 
 
 class _Auxiliary(nn.Module):
-    """A second classifier in training mode, as GoogLeNet's: it needs a larger image than the tests of sizes bring."""
+    """A second classifier in training mode, as in GoogLeNet, which needs a larger image than the tests of sizes have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Auxiliary(nn.Module):
 
 
 class _DrawsItself(nn.Module):
-    """Dropout that asks the network for its mode."""
+    """Dropout that reads the network's mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_heads_stream_exactly(head: Any) -> None:
     weights = torch.randn_like(plain)
     pairs = zip(torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(streamed, inputs, weights), strict=True)
     for expected, found in pairs:
-        # A gradient that cancels to nothing (of the attention's last bias) is rounding on both sides.
+        # A gradient that cancels to zero (of the attention's last bias) is rounding error on both sides.
         assert (expected - found).norm() <= 1e-11 * expected.norm() + 1e-13
 
 
@@ -225,7 +225,7 @@ def test_evidence_sums_to_the_score(head: Any) -> None:
 
 
 def test_evidence_of_many_positions_survives_sixteen_bits() -> None:
-    """A share of half a million positions is nothing in fp16: of a map nearly all was zero, and the rest a few steps."""
+    """A share of half a million positions underflows in fp16: a map would be mostly zero, and the rest a few steps."""
     torch.manual_seed(0)
     model = build_model(nn.Conv2d(3, 4, 1), 4, 2, head="gap").eval()
     x = torch.rand(1, 3, 700, 700)
@@ -249,7 +249,7 @@ def test_pixels_are_counted_exactly_whatever_the_precision(dtype: torch.dtype) -
 
 
 def test_a_trained_model_is_built_as_it_was_without_downloading_weights() -> None:
-    """``pretrained`` means more than a download: torchvision's Inception then normalises its input, and your own may do anything."""
+    """``pretrained`` may have further effects: torchvision's Inception then normalises its input."""
 
     def built(backbone: str, **options: Any) -> dict[str, Any]:
         return options_without_download(ModelConfig(backbone=backbone, options=options))
@@ -280,7 +280,7 @@ def test_calibrated_norms_normalise_and_stay_frozen_in_training() -> None:
 
 
 def test_norms_are_calibrated_on_the_device_of_the_network() -> None:
-    """Crops are read into the host's memory, and a network on a GPU refuses them there."""
+    """Crops are read into the host's memory, and a network on a GPU refuses host tensors."""
 
     class Crop(torch.Tensor):
         asked: ClassVar[list[object]] = []

@@ -37,7 +37,7 @@ def _records(targets: Sequence[tuple[float, ...]]) -> list[SlideRecord]:
 
 
 def _grouped(task: Task, outputs: torch.Tensor, records: list[SlideRecord]) -> torch.Tensor:
-    """The loss as the trainer sums it up, slide by slide."""
+    """The loss as summed by the trainer, slide by slide."""
     total = sum(task.slide_weight(record) for record in records)
     shares = [
         task.slide_loss(outputs[number][None], record.target or ()) * task.slide_weight(record) / total
@@ -140,7 +140,7 @@ def test_intervals_draw_patients_and_hold_the_estimate() -> None:
     )
     assert alone["auc"].value == pytest.approx(by_hand) and len(pairs) == 4
     assert alone == evaluate_predictions(task, _predictions(truth, scores, [str(n) for n in range(80)]), num_draws=300)
-    # The same slides four times over are no more evidence where they are of the same patients.
+    # Four copies of the same slides are no more evidence if they are of the same patients.
     many = evaluate_predictions(task, _predictions(truth * 4, scores * 4, [str(n) for n in range(80)] * 4), num_draws=300)
     naive = evaluate_predictions(task, _predictions(truth * 4, scores * 4, [str(n) for n in range(320)]), num_draws=300)
     widths = {name: found["auc"].high - found["auc"].low for name, found in (("alone", alone), ("many", many), ("naive", naive))}
@@ -171,7 +171,7 @@ def test_average_precision_by_hand() -> None:
 
 def test_concordance_counts_comparable_pairs() -> None:
     times, events, risks = np.array([2.0, 3.0, 3.0, 5.0]), np.array([1.0, 0.0, 1.0, 1.0]), np.array([1.0, 0.5, 1.0, 2.0])
-    # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong, and (2,1) right, as who is censored has outlived it.
+    # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong, and (2,1) right, since the censored patient has outlived the event.
     assert concordance_index(times, events, risks) == pytest.approx(2.5 / 5)
     assert math.isnan(concordance_index(times, np.zeros(4), risks))
 
@@ -199,7 +199,7 @@ def test_the_learning_rate_is_a_function_of_the_step() -> None:
 
 
 def test_a_loss_of_cox_takes_an_event() -> None:
-    """A validation part of which all are censored has none; 0 was the best that a run could reach."""
+    """A validation split with censored patients only has none. Regression: its loss of 0 was the best of a run."""
     task = make_task(TaskConfig(kind="cox"), (), _records([(1.0, 0.0), (2.0, 1.0)]))
     assert not is_measurable(task, "loss", [(1.0, 0.0), (2.0, 0.0)])
     assert is_measurable(task, "loss", [(1.0, 0.0), (2.0, 1.0)])
@@ -208,7 +208,7 @@ def test_a_loss_of_cox_takes_an_event() -> None:
 
 
 def test_draws_without_a_class_give_no_warning() -> None:
-    """Of five slides most draws lack one; sklearn would say so for each."""
+    """Most draws of five slides lack a class; sklearn would warn for each."""
     task = make_task(TaskConfig(), ("a", "b", "c"), _records([(0.0,), (1.0,), (2.0,)]))
     truth, scores = [0, 1, 2, 0, 1], [[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.6, 0.1], [0.1, 0.8, 0.1]]
     predictions = [

@@ -1,4 +1,4 @@
-"""Estimates of a run: before it starts from the plan, then from its slides; lines of a log, and progress within a slide."""
+"""Estimates of a run, from the plan before the start and from its slides later; log lines, and progress within a slide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in a run folder: whole, labelled with their weights, and never older than what they replace."""
+"""Results in a run folder: complete, labelled with their weights, and never older than the replaced ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run, whose files may be changed."""
+    """A copy of the run with files that a test may change."""
     shutil.copytree(trained / "run", tmp_path / "run")
     return tmp_path / "run"
 
@@ -45,7 +45,7 @@ def _best(run: Path) -> WeightsId:
 
 
 def _improve(run: Path) -> WeightsId:
-    """Another best checkpoint, of the second epoch, as training would save it."""
+    """Another best checkpoint, of the second epoch, as saved by training."""
     folder = CheckpointFolder(run / "checkpoints")
     best = folder.load("best")
     assert best is not None
@@ -77,7 +77,7 @@ def test_all_results_name_their_weights(run: Path, capsys: pytest.CaptureFixture
     folder = Path(told["heatmaps"][0]["files"][0]).parent
     outputs = json.loads((folder / "heatmap.json").read_text())["outputs"]
     assert {name: entry["weights"] for name, entry in outputs.items()} == dict.fromkeys(("swapped", "plain"), best.as_dict())
-    # What an earlier call wrote and this one did not is gone: the folder has what its list says.
+    # Files of an earlier call that this call does not write are removed: the folder has the files of its list.
     listed = {name for entry in outputs.values() for name in entry["files"]}
     assert {path.name for path in folder.iterdir()} == {*listed, "heatmap.json"} and "crop-swapped-02.png" not in listed
 
@@ -94,7 +94,7 @@ def test_evaluate_prints_its_folder_and_updates_the_top_page(run: Path, capsys: 
 
 
 def _during_prediction(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> None:
-    """Let something happen to the folder after the slides of an evaluation were predicted."""
+    """Run a change of the folder after the predictions of an evaluation."""
     predict_all = Predictor.predict_all
 
     def predicted(self: Predictor, *arguments: Any, **options: Any) -> Any:
@@ -109,7 +109,7 @@ def _during_prediction(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) 
 def test_an_evaluation_that_training_overtakes_does_not_replace_newer_results(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder's pages said epoch 1 and epoch 2 of the same slides."""
+    """Regression: pages of the folder were of epoch 1 and of epoch 2 for the same slides."""
     old = _best(run)
 
     def overtake() -> None:  # training ends with another best model, and evaluates it
@@ -126,7 +126,7 @@ def test_an_evaluation_that_training_overtakes_does_not_replace_newer_results(
     assert "the run has a better model by now (epoch 2" in capsys.readouterr().out
     page = (run / "summary.md").read_text()
     assert f"val, best model (epoch 2), weights {new.short_hash}" in page and f"val-epoch1/summary.md): best model, {old.text}" in page
-    # The test slides are still those of the old model, and the page says so.
+    # The results of the test slides are still those of the old model, and the page states it.
     assert page.count("**Not of the best model of this run") == 1 and page.index("**Not of") > page.index("## test")
 
 
@@ -157,13 +157,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(run: Path,
 def test_a_process_that_died_between_two_renames_loses_nothing(run: Path) -> None:
     content = (run / "val" / "predictions.csv").read_bytes()
     (run / "val" / "notes.txt").write_text("mine")
-    os.rename(run / "val", run / ".replaced-val")  # the results before were set aside, and the new ones not put in place
+    os.rename(run / "val", run / ".replaced-val")  # the earlier results were moved away, and the new ones not yet in place
     with staging_folder(run) as staged, results_lock(run):
         (staged / "predictions.csv").write_bytes(b"new")
         publish(staged, run / "val")
     assert (run / "val" / "predictions.csv").read_bytes() == b"new" != content
     assert (run / "val" / "notes.txt").read_text() == "mine" and not (run / ".replaced-val").exists()
-    shutil.copytree(run / "val", run / ".replaced-val")  # it died after both renames
+    shutil.copytree(run / "val", run / ".replaced-val")  # killed after both renames
     (run / ".replaced-val" / "more.txt").write_text("mine")
     with staging_folder(run) as staged, results_lock(run):
         (staged / "predictions.csv").write_bytes(b"newer")

@@ -1,4 +1,4 @@
-"""The folder of a run: what a refused run leaves, who may write, and how epochs are counted."""
+"""The folder of a run: effects of a refused run, locks of writers, and numbers of epochs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     before = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
-        assert main(arguments) == 1  # no room for checkpoints
+        assert main(arguments) == 1  # no disk space for checkpoints
     for option in (
         ["--model.budget", "20KiB"],
         ["--data.mpp", "0.1"],
@@ -84,7 +84,7 @@ def test_epochs_count_from_one_and_old_files_are_brought_over(tmp_path: Path, ca
     assert header.split(",")[:2] == ["step", "epoch"]
     old = [",".join([step, str(int(epoch) - 1), *rest]) for step, epoch, *rest in (row.split(",") for row in rows)]
     path.write_text("\n".join([header, *old]) + "\n")
-    for _ in range(2):  # brought over once
+    for _ in range(2):  # converted once
         with RunFolder(tmp_path / "run") as folder:
             folder.start_steps(3)
         assert _epochs(tmp_path / "run") == ["1", "1", "2"]

@@ -76,7 +76,7 @@ def test_an_untouched_run_is_evaluated(run: Path) -> None:
     ],
 )
 def test_an_edited_task_is_refused(run: Path, field: str, value: Any, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of three classes gave other metrics where its task was edited to two."""
+    """Regression: a run of three classes had other metrics after its task was edited to two."""
     saved = json.loads((run / "task.json").read_text())
     saved["task"][field] = value
     (run / "task.json").write_text(json.dumps(saved))
@@ -127,7 +127,7 @@ def test_edited_splits_are_refused(run: Path, capsys: pytest.CaptureFixture[str]
     assert "line 2 contradicts the run: split of slide s0 (trained with 'train', now 'val')" in _refusal(run, capsys)
     (run / "splits.csv").write_text(text.replace("\ns1,", "\nother,"))
     assert "line 3: slide 'other' is not in the table" in _refusal(run, capsys)
-    (run / "splits.csv").unlink()  # nothing reads it but people
+    (run / "splits.csv").unlink()  # for readers only, not used by the code
     assert main(["evaluate", str(run), "--bootstrap", "0"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""World of the environment: numbers that torchrun sets, and those that it would not."""
+"""World of the environment: numbers of torchrun, and invalid ones."""
 
 from __future__ import annotations
 

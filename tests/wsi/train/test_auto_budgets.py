@@ -1,4 +1,4 @@
-"""Automatic budgets of a run: bytes that are read once, stated, and kept by a run that goes on."""
+"""Automatic budgets of a run: bytes that are read once, stated, and kept by a continued run."""
 
 from __future__ import annotations
 

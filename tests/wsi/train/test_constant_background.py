@@ -1,4 +1,4 @@
-"""Training on slides whose background is painted over: strips of it are left out, and the run says how much that was."""
+"""Training on slides with a painted background: its strips are left out, and the run reports their share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _table(folder: Path) -> Path:
 
 
 def test_background_is_left_out_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slides turned or not; steps.csv and the epoch's lines say what was left out."""
+    """Slides turned or not; steps.csv and the epoch's lines have the skipped share."""
     config = write_config(
         tmp_path / "c.yaml",
         _table(tmp_path),
@@ -56,7 +56,7 @@ def test_background_is_left_out_of_training(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_tiles_of_columns_leave_out_background_left_of_tissue(tmp_path: Path) -> None:
-    """Tissue at the right of every row: no strip of the whole width is background, but tiles are."""
+    """Tissue at the right of every row: no full-width strip is background, but tiles are."""
     height_px, width_px = 256, 1024
     mask = np.zeros((height_px // 8, width_px // 8), np.uint8)
     mask[:, -len(mask[0]) // 4 :] = 255
@@ -85,8 +85,8 @@ def test_tiles_of_columns_leave_out_background_left_of_tissue(tmp_path: Path) ->
 
 
 def test_rows_of_earlier_versions_stay(tmp_path: Path) -> None:
-    """A run that was begun without the column goes on with it; a row that was cut short is computed again."""
-    (tmp_path / ".lock").touch()  # what tells a run
+    """A run started without the column continues with it; a truncated row is computed again."""
+    (tmp_path / ".lock").touch()  # identifies a run
     (tmp_path / "steps.csv").write_text("step,epoch,loss\n1,0,0.5\n2,0,0.4\n3,0\n")
     with RunFolder(tmp_path, needed_bytes=0) as folder:
         folder.start_steps(2)

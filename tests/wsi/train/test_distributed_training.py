@@ -1,4 +1,4 @@
-"""Training on several ranks takes the steps of one process, whatever fails, and may go on with another number of ranks."""
+"""Training on several ranks takes the steps of one process, also after failures, and may continue with another number of ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 
 _ROOT = Path(__file__).resolve().parents[3]
 _GROUPS = "sft.wsi.train.grad_accumulation:GradientAccumulator"
-#: Where double precision ends in the same weights after a few steps, for sums that are taken in another order.
+#: Tolerance of weights in double precision after a few steps, for another order of summation.
 _TOLERANCE = 1e-12
 
 
 def _command(rank: int, arguments: list[str], death: Death | None = None, dies: int = 0) -> tuple[int, str]:
-    """The command line on a rank, in double precision: its exit code, and what it says to stderr."""
+    """The command line on a rank, in double precision: its exit code and standard error."""
     from tests.helpers.wsi import run_wsi as main
 
     if death is not None and rank == dies:
@@ -88,7 +88,7 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, slides: Path, name: str, table: str = "damaged.csv", **groups: dict[str, Any]) -> list[str]:
-    """A command that trains in groups of two, the last of which is smaller, and skips what cannot be read."""
+    """A command that trains in groups of two, the last of which is smaller, and skips unreadable slides."""
     train = {"on_error": "skip", "clip_norm": 1.0, "warmup_steps": 2, **groups.pop("train", {})}
     settings: dict[str, Any] = {"augment": {"rotations": False}, "model": {"norm": "frozen"}, **groups, "train": train}
     ranks = settings.pop("ranks", None)
@@ -204,7 +204,7 @@ _TILES: dict[str, Any] = {"backbone": "tests.helpers.wsi:tile_net", "encoder": "
     ("head", "kind"), [("attention", "classification"), pytest.param("max", "cox", marks=pytest.mark.slow), ("gap", "cox")]
 )
 def test_ranks_share_the_tiles_of_a_slide(head: str, kind: str, alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
-    """Six tiles of a slide, of which one of the second rank cannot be read on one slide; dropout after the pooling."""
+    """Six tiles of a slide; on one slide a tile of the second rank cannot be read; dropout after the pooling."""
     settings: dict[str, Any] = {"model": {**_TILES, "head": head, "norm": "calibrated", "dropout": 0.5 * (kind == "classification")}}
     settings |= {"task": {"kind": kind}, "train": {"epochs": 1, "optimizer": "sgd"}}
     if kind == "cox":
@@ -243,7 +243,7 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
     first = step["slides"].split()[::2]
     rows = [row for row in read_rows(slides / "sound.csv") if row["split"] == "val" or row["slide"].removesuffix(".tif") in first]
     settings["data"] = {"slides": str(slides)}
-    # In the order that the first replica had them; the one process draws its order among three slides.
+    # In the order of the first replica; the single process draws its order among three slides.
     order = philox_generator(0, "order", 0).permutation(3).tolist()
     placed = dict(zip(order, first, strict=True))
     training = [next(row for row in rows if row["slide"] == f"{placed[number]}.tif") for number in range(3)]
@@ -320,7 +320,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_to_the_same_bits(pair: Ran
 
 
 def _answer(rank: int, command: list[str], path: Path) -> None:
-    """Run until rank 1 is killed in the middle of the second group; what rank 0 then says goes to a file."""
+    """Run until rank 1 is killed in the middle of the second group; the output of rank 0 goes to a file."""
     code, said = _command(rank, command, Death(place=f"{_GROUPS}._forward", call=2), dies=1)
     path.write_text(f"{code}\n{said}")
 
@@ -329,7 +329,7 @@ def test_a_run_continues_with_another_number_of_ranks(alone: Ranks, pair: Ranks,
     for name, first, second in (("fewer", pair, alone), ("more", alone, pair)):
         command = _config(tmp_path, slides, name)
         asked = Death(place=f"{_GROUPS}._forward", call=4 // len(first.connections), manner="term")  # in the second group
-        for code, said in first.run(_command, command, asked, len(first.connections) - 1):  # only the last one is asked to end
+        for code, said in first.run(_command, command, asked, len(first.connections) - 1):  # only the last one is terminated
             assert code == 75 and ("interrupted: SIGTERM: saved at step 1," in said or not said)
         code, said = second.run(_command, command)[0]
         assert code in (0, 3) and "resuming from step 1," in said, said
@@ -354,7 +354,7 @@ def test_restarted_ranks_ignore_keys_of_earlier_ones() -> None:
 
 @pytest.mark.slow
 def test_torchrun_restarts_killed_ranks(slides: Path, tmp_path: Path) -> None:
-    """One of two ranks is killed from outside; the other one says so, and torchrun starts both again."""
+    """One of two ranks is killed from outside; the other one reports it, and torchrun starts both again."""
     command = _config(tmp_path, slides, "run")
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
@@ -374,7 +374,7 @@ def test_torchrun_restarts_killed_ranks(slides: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun_passes_every_option() -> None:
-    """Its parser looks at each option of ours, and refuses what begins like two of its own; `--run` does, `--folder` is its other name."""
+    """Its parser reads all options, and refuses prefixes of two of its own, such as `--run`; `--folder` is an alias."""
     launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
     names = {name for action in config_parser()._actions for name in action.option_strings}
     names.add("--trust")

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends in the bits of a run that nobody disturbed."""
+"""A run that is killed repeatedly ends in the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DEATHS = (
     Death(place=f"{_TRAINING}._step", call=2, manner="after"),  # weights have changed, nothing is saved
     Death(place=f"{_CHECKPOINT}:save_file", manner="half"),  # half of the weights are written
     Death(place=f"{_GROUPS}._forward", call=4),  # in the middle of a group
-    Death(place=f"{_CHECKPOINT}:os.rename", manner="after"),  # the new checkpoint is there, and so are the old ones
+    Death(place=f"{_CHECKPOINT}:os.rename", manner="after"),  # the new checkpoint exists, and so do the old ones
     Death(place="sft.wsi.eval.predict:Predictor._predict", call=2),  # validating
     Death(place=f"{_CHECKPOINT}:fsync_folder", call=2),  # between the best checkpoint and the last one
-    Death(place=f"{_GROUPS}._forward", call=4, manner="term"),  # asked to end, in the middle of a group
-    Death(place="sft.wsi.eval.report:write_csv"),  # all is trained, nothing is evaluated
-    Death(place="sft.wsi.eval.report:write_csv", manner="term"),  # asked to end between two splits that are evaluated
+    Death(place=f"{_GROUPS}._forward", call=4, manner="term"),  # terminated in the middle of a group
+    Death(place="sft.wsi.eval.report:write_csv"),  # training is complete, and no evaluation
+    Death(place="sft.wsi.eval.report:write_csv", manner="term"),  # terminated between the evaluations of two splits
 )
 
 
@@ -61,7 +61,7 @@ def _state(run: Path, kind: str) -> dict[str, Any]:
     checkpoint = CheckpointFolder(run / "checkpoints").load(kind)
     assert checkpoint is not None
     state = {name: value for name, value in checkpoint.state.items() if name not in ("settings", "weights_sha256")}
-    if "progress" in state:  # a run that was asked to end has saved once more than the other
+    if "progress" in state:  # a terminated run has saved once more than the other
         state["progress"] = {name: value for name, value in state["progress"].items() if name != "serial"}
     return {"weights": checkpoint.weights, **state}
 
@@ -98,7 +98,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
 
 
 def _kill_from_outside(command: list[str], run: Path) -> None:
-    """Kill the run as soon as its second checkpoint is there."""
+    """Kill the run as soon as its second checkpoint exists."""
     process = fork_context().Process(target=_child, args=(command, None))
     process.start()
     assert process.pid is not None

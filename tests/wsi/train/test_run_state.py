@@ -34,7 +34,7 @@ def _steps(run: Path) -> list[dict[str, str]]:
 
 
 def _start(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Its exit code, and what it said; warnings are told, as from a shell."""
+    """Exit code and output of a run; warnings are printed, as from a shell."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", ".* not to the same bits")
         code = main(["train", *arguments, "--bootstrap", "0"])

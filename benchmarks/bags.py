@@ -45,7 +45,7 @@ class Case:
     Attributes:
         network: name, as in :func:`build`.
         shape: of the input.
-        runs: whether `sft` takes a step; otherwise it is planned.
+        runs: True if `sft` takes a step; otherwise it is planned.
     """
 
     network: str
@@ -74,7 +74,7 @@ class Reading:
 
     Attributes:
         num_bytes: peak bytes above the weights, new gradients included.
-        is_metered: whether the step ran.
+        is_metered: True if the step ran.
     """
 
     num_bytes: int

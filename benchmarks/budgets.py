@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import sft
 
-#: Constructors of the networks: each returns a module whose result is one tensor.
+#: Constructors of the networks: each returns a module with one tensor as result.
 NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
     "VGG-like": lambda models: models.freeze_norm(models.vgg16(num_classes=10, width=16)).features,
     "ResNet-18": lambda models: models.freeze_norm(models.resnet18(num_classes=10)).features,

@@ -267,7 +267,7 @@ class _Run:
     deadline: Deadline
 
     def results(self) -> Iterator[SmokeResult]:
-        """Results of the cases, each as soon as it is known."""
+        """Results of the cases, each when it ends."""
         with convolution_settings():
             for network, mode in self.cases:
                 if self.deadline.is_over:

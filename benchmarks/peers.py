@@ -188,7 +188,7 @@ class Bench:
                 self.console.print("start", record.case.network, record.case.height, record.label, markup=False)
                 try:
                     workers.append(stack.enter_context(StepWorker(replace(record.case, limit_bytes=None), start_peer)))
-                except WorkerError as error:  # it has its memory; the other methods go on
+                except WorkerError as error:  # it has its memory; the other methods continue
                     record.note = f"not timed: {error.kind}: {str(error).splitlines()[0]}"
                     continue
                 members.append(record)

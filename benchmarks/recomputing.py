@@ -33,7 +33,7 @@ class Case:
     Attributes:
         name: name of the model.
         shape: shape of the input.
-        frozen: whether norm statistics are frozen.
+        frozen: True if norm statistics are frozen.
     """
 
     name: str

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name for name in (SLOW - found.keys()) | ((SAMPLED.keys() | THINNED) - seen.keys()) if name.partition("::")[0] in files
     )
     if unknown and len(items) > 1000:
-        raise pytest.UsageError(f"tests/slow.py names what is not a test: {', '.join(unknown)}")
+        raise pytest.UsageError(f"tests/slow.py has names of no test: {', '.join(unknown)}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -89,7 +89,7 @@ class Outcome:
 
 def _begin(case: PeerCase) -> None:
     """Set threads and memory limit of this process, and import what the method needs."""
-    warnings.simplefilter("ignore")  # lightstream asks for CUDA's autocast
+    warnings.simplefilter("ignore")  # lightstream uses CUDA's autocast
     torch.set_num_threads(case.threads)
     if case.limit_bytes is not None:  # so that a step that does not fit fails alone, and not another process
         resource.setrlimit(resource.RLIMIT_DATA, (case.limit_bytes, case.limit_bytes))

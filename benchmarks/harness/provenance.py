@@ -19,7 +19,7 @@ def commit() -> str:
 
 
 def bare_arguments() -> list[str]:
-    """The command's arguments without the output folder, and the file that a run goes on from, which are the caller's own."""
+    """The command's arguments without the output folder, and the file of a continued run, which are paths of the caller."""
     bare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     bare.add_argument("--out")
     bare.add_argument("--resume")

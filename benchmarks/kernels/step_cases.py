@@ -24,9 +24,9 @@ from sft.sources import ArraySource
 
 __all__ = ["AMPLE", "StepCase", "case_budget", "compiled", "draw_input", "file_input", "make_network", "step_cases", "training_step"]
 
-#: Budget of a case whose strips are forced.
+#: Budget of a case with forced strips.
 AMPLE = "1TiB"
-#: A step gets this fraction of the memory that eager PyTorch's activations take, unless the case says otherwise.
+#: A step gets this fraction of the memory that eager PyTorch's activations take, by default.
 _SHARE_OF_PLAIN = 8
 _NORMALIZATION = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 

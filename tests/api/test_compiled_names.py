@@ -164,7 +164,7 @@ def test_the_handle_of_a_model_in_a_wrapper() -> None:
 
 def test_the_type_is_that_of_the_model() -> None:
     net = sft.compile(seeded(_Documented), _SHAPE)
-    width: int = net.conv.out_channels  # type checkers know the attribute
+    width: int = net.conv.out_channels  # type checkers accept the attribute
     assert width == 4
     hints = typing.get_type_hints(sft.compile)
     assert hints["return"] is hints["model"] and hints["return"].__bound__ is nn.Module

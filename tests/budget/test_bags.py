@@ -101,7 +101,7 @@ def test_attention_over_all_tokens_of_an_image() -> None:
 
 
 def test_tokens_of_idle_blocks_on_the_host() -> None:
-    """Device memory of a transformer whose idle values wait on the host: equal for any depth but for the gradients of parameters."""
+    """Device memory of a transformer with idle values on the host: equal for any depth but for the gradients of parameters."""
     token_bytes, options = 577 * 16 * 4, sft.Options(host_budget="1GiB")
     above_gradients = []
     for depth in (2, 4):

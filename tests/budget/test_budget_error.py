@@ -19,7 +19,7 @@ _FEW = settings(max_examples=max(8, (settings.default or settings()).max_example
 
 
 def _assert_smallest(model: nn.Module, inputs: Any, options: sft.Options | None = None) -> int:
-    """Regression: below the named budget the search itself found plans that need up to 14 % less."""
+    """Regression: below the named budget the search had plans that need up to 14 % less."""
     asking, wishes = PlanningSession(model, inputs), options or sft.Options()
     with pytest.raises(sft.BudgetError) as refused:
         asking.plan(1, wishes)

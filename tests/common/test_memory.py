@@ -185,7 +185,7 @@ def test_checkpointed_backward_is_metered() -> None:
         weight.grad = None
         return held
 
-    # sin saves its input: the chain holds its 7 inner values and the result
+    # sin saves its input: 7 inner values of the chain and the result are alive
     assert run(checkpointed=False) == 8 * 1001 * FLOAT
     assert run(checkpointed=True) == 1001 * FLOAT
 

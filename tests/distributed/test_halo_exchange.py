@@ -63,7 +63,7 @@ def test_the_queue_runs_entries_in_order_and_shows_its_clock() -> None:
     for strip in range(4):
         comm_queue.reach(strip)
     assert done == [("first", 0), ("late", 2), ("later", 2)]
-    assert len(comm_queue.entries) == 4, "what is done is held until the segment is through"
+    assert len(comm_queue.entries) == 4, "completed entries are kept until the segment ends"
     comm_queue.finish(5)
     comm_queue.put(1, partial(note, "next"))
     comm_queue.finish(1)

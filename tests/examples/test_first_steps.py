@@ -1,4 +1,4 @@
-"""The notebook of first steps runs in order, stores no outputs, and shows what its text says."""
+"""The notebook of first steps runs in order, stores no outputs, and has the results of its text."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ _HOOKS: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("kind", _HOOKS)
 @pytest.mark.parametrize("when", ["before compile", "after compile"])
 def test_hooks_on_submodules(kind: str, when: str) -> None:
-    """A hook whose effect would be lost is refused, by the path of its module."""
+    """A hook with an effect that would be lost is refused, by the path of its module."""
     model = seeded(ConvNet)
     if when == "before compile":
         _HOOKS[kind](model.body[3])

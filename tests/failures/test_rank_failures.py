@@ -1,4 +1,4 @@
-"""A rank that raises, dies or hangs stops all ranks, with an error that names it and the cause, and nothing is updated."""
+"""A rank that raises, is killed or hangs stops all ranks, with an error that names it and the cause, and nothing is updated."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _raises_beside_messages(rank: int, method: str) -> str:
     with patch.object(BandSegment, method, failing), pytest.raises((sft.SftError, OSError)) as caught:
         net(x).sum().backward()
     assert (num_under_way > 0) == (rank == 1)
-    assert not transport._pending_works, "a failed step leaves messages behind"
+    assert not transport._pending_works, "a failed step leaves messages"
     assert all(parameter.grad is None for parameter in net.parameters())
     if method == "_run_forward":
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

@@ -330,7 +330,7 @@ def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
             peaks["training"] = peak.num_bytes
         assert_same_grads(net, model)
         assert_same_state(net, model)
-        # Inference holds the output and a strip; a training step its cut, states and gradients as well.
+        # Inference stores the output and a strip; a training step its cut, states and gradients as well.
         assert peaks["inference"] < peaks["training"] / 2
         assert sum(segment.state_bytes for segment in plan.segments) > 0
 

@@ -41,7 +41,7 @@ class _VolumeResidual(nn.Module):
 
 
 class _Branches(nn.Module):
-    """Two convolutions whose results are added: one kernel takes the sum and the ReLU."""
+    """Sum of two convolutions: one kernel computes the sum and the ReLU."""
 
     def __init__(self) -> None:
         super().__init__()

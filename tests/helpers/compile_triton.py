@@ -118,7 +118,7 @@ def _noted(*, affected: bool, warp_groups: bool = True) -> Iterator[list[_Call]]
 def _inner_loop(cubin: bytes) -> dict[str, int]:
     """The largest loop with matrix products of warp groups: its instructions, and its products in units of 64 x 64 x 16 elements.
 
-    A product's name says its extents: ``HGMMA.64x128x16.F32.BF16``.
+    A product's name contains its extents: ``HGMMA.64x128x16.F32.BF16``.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -86,7 +86,7 @@ class Activation:
     source: int
     name: str
     inplace: bool = False
-    """The source's value is overwritten, also for whoever reads it later."""
+    """The source's value is overwritten, also for later readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Norm:
     source: int
     affine: bool = True
     frozen: bool = False
-    """Whether its parameters stay as they are."""
+    """True if its parameters do not train."""
     kind: Literal["frozen", "batch", "group", "instance"] = "frozen"
 
 

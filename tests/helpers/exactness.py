@@ -203,7 +203,7 @@ class _Reading:
         assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
         if to_the_byte:
             expected = [(entry.move, entry.begin_bytes) for entry in plan.timeline.entries]
-            assert self.begun == expected, "moves, or what is held when they begin"
+            assert self.begun == expected, "moves, or allocated bytes at their begin"
             assert not plan.order or plan.order == tuple(move for move, _ in self.begun)
             assert measured == projected, f"measured {measured} bytes, projected {projected}"
         slack = max(measured // 100, 64 * 1024)

@@ -72,7 +72,7 @@ def _pin(tensor: Any) -> Tensor:
 
 
 def _as_cudnn(result: Any, operands: Any) -> Any:
-    """Results of a convolution in the layout of cuDNN, which a build without it does not know: channels last if an operand is."""
+    """Results of a convolution in the layout of cuDNN, also in a build without it: channels last if an operand is."""
     images = [each for each in operands if isinstance(each, Tensor) and each.dim() == 4]
     if not any(each.stride(1) == 1 and each.shape[1] > 1 for each in images):
         return result
@@ -126,7 +126,7 @@ class _CheckedMachine(TorchMachine):
 
     def _compare(self, name: str, tensor: Tensor, slot: Slot) -> None:
         if not tensor.numel():
-            return  # absent statistics, whose type depends on the device
+            return  # absent statistics, with a type that depends on the device
         for aspect, ours, theirs in (
             ("shape", tuple(tensor.shape), slot.shape),
             ("type", tensor.dtype, slot.dtype),

@@ -20,10 +20,10 @@ __all__ = ["Event", "LoggedMachine", "LoggedStep", "logged_step", "num_stuck"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Messages that are posted (with whom, and whether sent), or waited for.
+    """Messages that are posted (other rank, and True if sent), or waited for.
 
     Attributes:
-        what: the move of the order that runs, and strips, and segments on whole tensors, that have run before.
+        what: the current move of the order, and strips and untiled segments that have run before.
         ticket: the same for posting and waiting.
         topic: of the messages.
         messages: pairs of the other rank and whether it is sent; none where the event is to wait.

@@ -66,7 +66,7 @@ class Wild:
     extra_output: int = 0
     """How far before the last value another output lies; 0 for none."""
     head: bool = False
-    """Whether the mean over the image and a linear layer make one more output."""
+    """True if the mean over the image and a linear layer give one more output."""
     seed: int = 0
 
     @property
@@ -80,7 +80,7 @@ class Wild:
 
 Layer = nn.Module
 Maker = Callable[[tuple[int, ...], tuple[int, ...]], Layer]
-"""From the shape of what is read and the numbers to a layer."""
+"""Function of the operand's shape and the numbers; returns a layer."""
 
 
 class _Function(nn.Module):

@@ -1,4 +1,4 @@
-"""Sources for tests: one that counts and can fail, and slide files made of known pixels."""
+"""Sources for tests: one that counts and can fail, and slide files of known pixels."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int 
         path: of the file.
         pixels: ``[height, width, 3]``.
         tile_px: side of a tile, a multiple of 16.
-        damaged_tile: a tile, counted by rows, whose compressed bytes are overwritten.
+        damaged_tile: number of a tile, by rows, with overwritten compressed bytes.
     """
     height, width, _ = pixels.shape
     down, across = -(-height // tile_px), -(-width // tile_px)

@@ -74,7 +74,7 @@ def staged_models(makers: Mapping[str, Callable[[], nn.Module]], shape: tuple[in
 
 
 def step(net: Any, x: Tensor, seed: int) -> None:
-    """A step whose loss depends on every output, with the masks of that seed."""
+    """A step with a loss of every output, with the masks of a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sum(y.square().sum() for y in pytree.tree_leaves(net(x))).backward()

@@ -68,7 +68,7 @@ def empty_buffer(num_samples: int, num_channels: int, size: tuple[int, int], dty
 
 
 def fill_buffer(image: Tensor, spans: tuple[Span, Span], dtype: torch.dtype) -> Tensor:
-    """The buffer that holds the spans of an image ``[N, C, H, W]``, NaN beyond the border."""
+    """The buffer with the spans of an image ``[N, C, H, W]``, NaN beyond the border."""
     buffer = empty_buffer(image.shape[0], image.shape[1], (spans[0].size, spans[1].size), dtype)
     (top, bottom), (left, right) = (span.data for span in spans)
     rows, columns = spans[0].start, spans[1].start

@@ -1,4 +1,4 @@
-"""cuDNN in benchmarks: ``torch.backends.cudnn.flags`` switches cuDNN off unless ``enabled`` is given, which falsifies baselines."""
+"""cuDNN in benchmarks: ``torch.backends.cudnn.flags`` switches cuDNN off without ``enabled=True``, which falsifies baselines."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_statistics_of_norms_with_weights_in_single_precision(name: str, dtype: 
 @pytest.mark.parametrize("name", _FUNCTIONS)
 @torch.no_grad()  # the mode in which programs run
 def test_results_are_those_of_real_calls(name: str, dtype: torch.dtype) -> None:
-    """Traces run on fake tensors, whose kernels are not those of ATen: a wrong dtype is a wrong number of bytes in every budget."""
+    """Traces run on fake tensors with other kernels than ATen's: a wrong dtype is a wrong number of bytes in every budget."""
     if name in _NOT_IN_HALF and dtype == torch.bfloat16:
         pytest.skip("no kernel of this dtype on the CPU")
     function, shapes = _FUNCTIONS[name]

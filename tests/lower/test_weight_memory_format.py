@@ -137,7 +137,7 @@ _WIDE: dict[str, Callable[[], nn.Module]] = {
     layout=st.sampled_from([torch.contiguous_format, torch.channels_last]),
 )
 def test_any_network_of_wide_layers_is_exact(name: str, batch: int, sides: tuple[int, int], layout: torch.memory_format) -> None:
-    """Layouts are left to torch, unless the input asks for channels last."""
+    """Layouts are left to torch, unless the input is channels last."""
     model = seeded(_WIDE[name])
     assert problem_of(copy.deepcopy(model).float(), (batch, 3, *sides), training=True, passes=run_passes).keeps_torch_layouts
     assert_exact(model, image(batch, 3, *sides).contiguous(memory_format=layout), budget="1GiB")

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Distributions whose version CUDA builds of torch choose.
+#: Distributions with versions that depend on the CUDA build of torch.
 _CHOSEN_BY_TORCH = re.compile(r"nvidia-|cuda-|triton$")
 
 

@@ -165,7 +165,8 @@ def test_switches_of_quantization_observers(observes: int, quantizes: int) -> No
 
 
 class _OwnLoss(nn.Module):
-    """A detector whose ``forward`` takes a batch with targets as well, and then calls itself with the images, as ultralytics' models do."""
+    """A detector with a ``forward`` that takes a batch with targets as well, and then calls itself with the images, as ultralytics' models
+    do."""
 
     def __init__(self) -> None:
         super().__init__()

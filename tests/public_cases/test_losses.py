@@ -97,7 +97,7 @@ class MonaiGeneralizedDice(_MonaiLoss):
 
 
 class MonaiDiceCE(nn.Module):
-    """Cross-entropy wants class labels without a channel, and takes the channel off itself."""
+    """Cross-entropy of class labels without a channel; the loss removes the channel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def test_late_copies_detect_missing_waits(forgotten: str, monkeypatch: pytest.Mo
         assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
         if forgotten == "the copy back":
             monkeypatch.setattr("sft.runtime.offload.OffloadState.wait", lambda copies, machine, targets: None)
-        else:  # its bytes are given back before they are on the host
+        else:  # its bytes are freed before they are on the host
             release = HostOffloader.release
 
             def hasty(copies: HostOffloader, copy: OffloadedValue) -> None:

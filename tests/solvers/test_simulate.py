@@ -159,7 +159,7 @@ def test_weights_are_resident_or_streamed() -> None:
     assert resident.peak_bytes == 2 * 40 + 40 and resident.seconds == 12
     fast = HostLink(down_bytes_per_second=20, up_bytes_per_second=20)
     streamed = simulate(chain, replace(_schedule(*_PLAIN), streamed_weights=(1, 2)), link=fast)
-    assert streamed.peak_bytes == 40 + 40 and streamed.host_peak_bytes == 80  # a backward's window holds a weight and its gradient
+    assert streamed.peak_bytes == 40 + 40 and streamed.host_peak_bytes == 80  # a backward's window has a weight and its gradient
     assert streamed.seconds == 12
     slow = HostLink(down_bytes_per_second=4, up_bytes_per_second=4)
     assert simulate(chain, replace(_schedule(*_PLAIN), streamed_weights=(1,)), link=slow).seconds == 5 + 2 + 4 + 5

@@ -48,7 +48,7 @@ def damaged(tmp_path: Path) -> tuple[Path, int, int]:
 
 
 class FakeHandle:
-    """An OpenSlide handle on two levels made of one colour and one transparency."""
+    """An OpenSlide handle on two levels of one colour and one transparency."""
 
     def __init__(self, colour: tuple[int, int, int, int], background: str | None) -> None:
         self.level_dimensions = ((4000, 3000), (999, 749))

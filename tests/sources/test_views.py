@@ -92,7 +92,7 @@ def test_counters_of_a_cache() -> None:
     first = image.read(0, 60, 50, 10)
     assert (image.num_blocks_read, image.num_blocks_reused) == (4, 2)
     first[:] = 0
-    assert np.array_equal(image.read(0, 60, 50, 10), tissue_like(200, 50)[60:70]), "what is kept is the cache's own"
+    assert np.array_equal(image.read(0, 60, 50, 10), tissue_like(200, 50)[60:70]), "the cache keeps its own copy"
     assert image.summary() == "4 blocks decoded, 4 reused, 29.30 KiB of 1.00 MiB kept"
     copy = pickle.loads(pickle.dumps(image))
     assert copy.kept_bytes == 0 and np.array_equal(copy.read(0, 0, 50, 200), image.read(0, 0, 50, 200))

@@ -33,7 +33,7 @@ def test_groups_are_small_and_in_order(sizes: list[int]) -> None:
 
 
 def _warmed_up(make: Callable[[], nn.Module] = Residual) -> tuple[Any, Any, Any]:
-    """A network whose passes are recorded, one without recordings, and the recordings."""
+    """A network with recorded passes, one without, and the recordings."""
     net, plain = _pair(make)
     graphs, _ = _recorded(net, _input(0))
     for one in (net, plain):

@@ -86,7 +86,7 @@ def _assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 class _Upsampled(nn.Module):
-    """Network whose strips depend on their position, with a training BatchNorm and two outputs."""
+    """Network with strips that depend on their position, a training BatchNorm and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()

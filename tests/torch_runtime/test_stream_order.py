@@ -414,7 +414,7 @@ def test_errors_of_the_writing_thread_are_raised_once(tmp_path: Path) -> None:
 
 
 def test_updated_weights_that_are_read_early_are_reported(tmp_path: Path) -> None:
-    """Updates are copied to the host while the backward pass goes on; the commit waits for them."""
+    """Updates are copied to the host during the backward pass; the commit waits for them."""
     (_, net), x = _compiled("weights-adamw", tmp_path)
     with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
         patches.setattr(HostStore, "_wait_writes", lambda store: None)

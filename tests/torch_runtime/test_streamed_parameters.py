@@ -93,7 +93,7 @@ def test_planning_moves_nothing_and_plans_are_data() -> None:
     assert sft.Plan.from_json(plan.to_json()) == plan
     assert plan.resident_bytes == 0
     assert max(len(segment.nodes) for segment in plan.segments) < sum(len(segment.nodes) for segment in plan.segments)
-    net: Any = sft.compile(model, SHAPE, plan=sft.Plan.from_json(plan.to_json()))  # the plan says it
+    net: Any = sft.compile(model, SHAPE, plan=sft.Plan.from_json(plan.to_json()))  # the plan states it
     x = image(*SHAPE)
     torch.testing.assert_close(net(x), seeded(Vgg)(x))
     assert net.plan == plan

@@ -22,10 +22,10 @@ class TilingOutcome:
     """A model under one tiling."""
 
     tiling: str
-    """Which of the tilings."""
+    """Name of the tiling."""
     kind: Kind
     message: str = ""
-    """What was refused, wrong or raised."""
+    """Message of a refusal, a mismatch or an exception."""
     problems: tuple[str, ...] = ()
     """Of a refusal, one line for each reason."""
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class TilingOutcome:
     error: float = 0.0
     """The largest relative error of outputs, gradients, buffers and updated parameters."""
     rounding_of_eager: float = 0.0
-    """Where the error is above the tolerance: how far eager PyTorch's own answer moves where only roundings differ."""
+    """If the error is above the tolerance: the sensitivity of eager PyTorch's results to rounding."""
     left_strips: Mapping[str, int] = field(default_factory=dict)
     """Operators that run whole although a value that they read could come in strips, and how many there are."""
 

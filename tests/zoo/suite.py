@@ -1,4 +1,4 @@
-"""All cases, each in a process of its own, and the tables that are made of them.
+"""All cases, each in a process of its own, and their tables.
 
 The files are saved after every case. ``--resume`` continues an interrupted run, and with ``--redo`` repeats cases that have been fixed
 since.
@@ -63,8 +63,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive_int, default=2, help="cases at a time (default: 2)")
     parser.add_argument("--timeout", type=positive_int, default=3600, help="processor seconds that a case may take (default: 3600)")
     parser.add_argument("--memory-gib", type=positive_int, default=14, help="memory that a case may allocate (default: 14)")
-    parser.add_argument("--resume", type=Path, metavar="JSON", help="take over the outcomes of an earlier run and run what it lacks")
-    parser.add_argument("--redo", nargs="+", choices=KINDS, default=(), help="outcomes of the earlier run that are not taken over")
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="keep the outcomes of an earlier run and run the missing cases")
+    parser.add_argument("--redo", nargs="+", choices=KINDS, default=(), help="kinds of outcomes of the earlier run that are not kept")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     add_common_arguments(parser)
     parser.set_defaults(threads=1)  # at these sizes a second case is worth more than a second thread

@@ -61,9 +61,9 @@ class Question:
     label: str
     """Of the case."""
     memory_bytes: int
-    """What the process may allocate: a model that is too large fails alone, and nothing else on the machine with it."""
+    """Memory limit of the process, so that a model that is too large fails alone."""
     processor_seconds: int
-    """What the process may compute, by its own clock: a busy machine makes no model fail."""
+    """Limit of processor seconds, which a busy machine does not change."""
     threads: int
     """Threads that torch may use."""
 

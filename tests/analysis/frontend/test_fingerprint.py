@@ -101,7 +101,7 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "attribute of an inner module": lambda model: setattr(model[1].norm, "momentum", 0.5),
 }
 
-#: Changes that leave the fingerprint as it is.
+#: Changes that do not change the fingerprint.
 _NEUTRAL_CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda model: None,
     "training": lambda model: model.eval(),

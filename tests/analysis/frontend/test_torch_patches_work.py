@@ -17,7 +17,7 @@ _ROWS = ("generated_code", "composite_operators", "ranges_of_sizes", "mode_stack
 
 
 class _Strips(nn.Module):
-    """A network whose program is rewritten, with sizes that halve."""
+    """A network with a rewritten program and sizes that halve."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_largest_strip_by_brute_force(footprint: Footprint, stride: int, num_byt
 
 
 def test_state_bytes_by_hand() -> None:
-    """A state holds the carried rows of all values but the sources."""
+    """A state has the carried rows of all values but the sources."""
     values = tuple(
         ValueFootprint(name=name, row_bytes=10, rate=Fraction(1), carried_rows=rows, is_source=source, is_kept=True)
         for name, rows, source in (("x", 7, True), ("a", 3, False), ("b", 2, False))

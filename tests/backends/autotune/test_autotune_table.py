@@ -168,7 +168,7 @@ def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class ListBenchmarker:
-    """Benchmarker with given errors and times by operator."""
+    """Benchmarker with errors and times from a table by operator."""
 
     errors: dict[str, float] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()

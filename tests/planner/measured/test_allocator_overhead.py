@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("without_proposals")
 _BLAS_BYTES = 3 * 4 * 1024
 _MIB = 2**20
 _SHAPE = (2, 3, 48, 40)
-#: Images whose tensors have segments of their own.
+#: Size of images with tensors that have segments of their own.
 _LARGE_SHAPE = (1, 3, 768, 640)
 
 

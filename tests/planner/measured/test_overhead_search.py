@@ -147,7 +147,7 @@ def test_nothing_is_measured_where_the_fastest_plan_is_no_faster_than_a_known_on
     st.integers(10, 99),
 )
 def test_a_known_plan_changes_no_plan_that_is_faster(plans: list[_Plan], num_proposed: int, known_seconds: int) -> None:
-    """Where smaller rooms have no faster plans, as more bytes save time."""
+    """If smaller rooms have no faster plans, since more bytes save time."""
     plans = sorted({plan.projection.peak_bytes: plan for plan in plans}.values(), key=lambda plan: plan.projection.peak_bytes)
     slower = sorted((plan.seconds for plan in plans), reverse=True)
     plans = [replace(plan, seconds=seconds) for plan, seconds in zip(plans, slower, strict=True)]

@@ -46,7 +46,7 @@ def test_another_slide_than_the_one_begun_is_opened_alone_after_it() -> None:
     ahead.start("a", slow)
     assert running.wait(10)
     threading.Timer(0.05, release.set).start()
-    assert ahead.take("b", lambda: (running.is_set(),)) == (False,), "two at once would share what opens slides"
+    assert ahead.take("b", lambda: (running.is_set(),)) == (False,), "two concurrent openings would share a reader"
     assert ahead.waited_seconds > 0
 
 
@@ -80,7 +80,9 @@ def test_prefetching_continues_until_the_slide_is_taken() -> None:
     assert ahead.take("a", lambda: ("opened again",)) == ("a",)
     many = len(made)
     assert made == [(("a",), number) for number in range(many)]
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], "nothing goes on behind the taker's back"
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], (
+        "no prefetching continues after the slide is taken"
+    )
 
 
 def test_prefetch_errors_are_raised_by_the_reader() -> None:

@@ -81,7 +81,7 @@ def test_prefetching_continues_until_the_slide_is_taken() -> None:
     many = len(made)
     assert made == [(("a",), number) for number in range(many)]
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], (
-        "no prefetching continues after the slide is taken"
+        "prefetching continues after the slide is taken"
     )
 
 

@@ -28,7 +28,12 @@ from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.constants.kept_tensors import watch_kept_tensors
 from sft.analysis.frontend.constants.tracking import ConstantTracker, model_tensors
-from sft.analysis.frontend.diagnostics.export_errors import refusal_of, refuse_reads_of_updated_buffers, refuse_tensor_to_number
+from sft.analysis.frontend.diagnostics.export_errors import (
+    refusal_of,
+    refuse_reads_of_updated_buffers,
+    refuse_tensor_to_number,
+    refuse_writes_to_empty_buffers,
+)
 from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_error
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
@@ -220,6 +225,7 @@ class _Exporter:
         with apply_patches(*_DECOMPOSITION_PATCHES):
             functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
         refuse_reads_of_updated_buffers(model, self.tracker.reads, functional.updates.values())
+        refuse_writes_to_empty_buffers(model, functional.updates.values())
         refuse_writes_to_shared_buffers(model, functional.program, functional.updates.values())
         return replace(functional, unregistered=tuple(unregistered), reads=tuple(self.tracker.reads), kept=next(iter(kept), None))
 

@@ -17,6 +17,7 @@ from sft.api.call_arguments import bind_arguments, bind_shapes, describes_shapes
 from sft.api.engine import Engine
 from sft.api.inputs import InputShape, hints_of, shapes_of
 from sft.common.errors import InputError, MissingValuesError, SftError, UnsupportedError
+from sft.distributed.fsdp import FLAT_SHARDS_MESSAGE
 from sft.planner.options import Options
 
 __all__ = ["CheckReport", "check", "check_capturable", "checked", "position_grids"]
@@ -100,8 +101,8 @@ def check_capturable(model: nn.Module) -> None:
     """Refuse modules that cannot be captured.
 
     Raises:
-        InputError: a module without ``forward`` or with its own ``__call__``, a data-parallel wrapper, a scripted module, or lazy
-            parameters.
+        InputError: a module without ``forward`` or with its own ``__call__``, a data-parallel wrapper, a sharding wrapper, a scripted
+            module, or lazy parameters.
     """
     has_class_forward = inspect.getattr_static(type(model), "forward") is not nn.Module.forward  # scripted modules compute theirs
     if not has_class_forward and "forward" not in vars(model):
@@ -123,6 +124,8 @@ def check_capturable(model: nn.Module) -> None:
             "the compiled one in nn.parallel.DistributedDataParallel"
         )
     for path, module in model.named_modules():
+        if type(module).__module__ == "torch.distributed.fsdp.fully_sharded_data_parallel":
+            raise InputError(f"{path or '(the model itself)'}: {FLAT_SHARDS_MESSAGE}")
         label = f"{path or '(the model itself)'}: {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(f"{label}: a scripted or traced module cannot be captured; give the original module")

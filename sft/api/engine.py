@@ -36,7 +36,7 @@ from sft.common.module_snapshot import ModuleSnapshot, ModuleStructure
 from sft.common.process_lock import patch_lock
 from sft.common.torch_internals import copy_tensors, pytree
 from sft.common.transform_checks import autocast_dtype, refuse_cached_updates
-from sft.distributed.fsdp import ShardedWeights
+from sft.distributed.fsdp import ShardedWeights, refuse_late_shards
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
 from sft.distributed.rank_context import RankContext
 from sft.kernels.rng.philox import draw_seed, seed_tensor
@@ -286,6 +286,8 @@ class Engine:
             self.streamed_weights.check()
         with patch_lock():
             snapshot = self._snapshot()
+            if self.settings.sharding is None:
+                refuse_late_shards(snapshot.parameters)
             resolved, lacking = self._resolve(snapshot, inputs, input_grad)
             specs = [value.spec for value in resolved]
             signature = self._signature(snapshot, specs, lacking, structure)

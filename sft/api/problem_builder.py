@@ -24,6 +24,7 @@ from sft.api.weight_placement import resident_bytes
 from sft.backends.resolve import backend_for
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.weighted_lru import WeightedLRU
+from sft.distributed.fsdp import FLAT_SHARDS_MESSAGE
 from sft.planner.problem import PlanningProblem
 from sft.planner.resources import Resources
 from sft.planner.sized_graph import SizedGraph
@@ -146,6 +147,8 @@ def _values_with_grad(model: nn.Module, signature: CallSignature, phases: Phased
         if not values.isdisjoint(phases.graph.outputs):
             raise UnsupportedError([_ENABLE_GRAD_MESSAGE.format(type(model).__name__)])
         return frozenset()
+    if unregistered and any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
+        raise UnsupportedError([f"{type(model).__name__}: {FLAT_SHARDS_MESSAGE}"])
     if unregistered:
         raise UnsupportedError([_UNREGISTERED_MESSAGE.format(name) for name in unregistered])
     if values and capture.kept_losses:

@@ -11,7 +11,7 @@ mean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,13 @@ from sft.analysis.frontend.trace_context import is_sharded
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.torch_internals import fsdp_reset
 
-__all__ = ["ShardSizes", "ShardedWeights", "local_bytes"]
+__all__ = ["FLAT_SHARDS_MESSAGE", "ShardSizes", "ShardedWeights", "local_bytes", "refuse_late_shards"]
+
+#: Reason and remedy for the wrapper of FSDP1, whose parameters are parts of one flat tensor.
+FLAT_SHARDS_MESSAGE = (
+    "FullyShardedDataParallel replaces the parameters by views of one flat tensor, which a compiled model does not find; shard the weights "
+    "with torch.distributed.fsdp.fully_shard before sft.compile"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,3 +243,15 @@ def _shard_sizes(param: Any) -> ShardSizes:
     # Shards along a dimension other than the first are assembled through a second copy.
     copies = 2 if shards and shards[0][0] != 0 else 1
     return ShardSizes(shard_bytes=shard_bytes, gathered_bytes=shard_bytes * count, message_bytes=shard_bytes * count * copies)
+
+
+def refuse_late_shards(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse sharded parameters of a model that was compiled before it was sharded.
+
+    Raises:
+        InputError: a parameter is sharded.
+    """
+    if any(map(is_sharded, parameters)):
+        raise InputError(
+            "fully_shard sharded the weights after sft.compile, and nothing gathers them in a call; call it before sft.compile"
+        )

@@ -309,6 +309,29 @@ def _refusals(rank: int) -> None:
         assert not sft.check(model, _SHAPE).ok
 
 
+def _refuses_shards_after_compile(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net: Any = sft.compile(seeded(Net), _SHAPE)
+    fully_shard(net.stem)
+    fully_shard(net)
+    with pytest.raises(sft.InputError, match=r"after sft\.compile.*call it before"):
+        net(image(*_SHAPE))
+
+
+def _refuses_flat_shards(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+    model = nn.Conv2d(_SHAPE[1], 2, 3).double()
+    net = wrapped(sft.compile(copy.deepcopy(model), (*_SHAPE[:3], None)))
+    for call in (lambda: net(image(*_SHAPE)), lambda: sft.compile(wrapped(model), _SHAPE)):
+        with pytest.raises(sft.SftError, match=r"FullyShardedDataParallel replaces the parameters .*fully_shard before sft\.compile"):
+            call()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -318,6 +341,8 @@ def _refusals(rank: int) -> None:
         _infers_and_differentiates_the_image,
         _changed_in_between,
         _refusals,
+        _refuses_flat_shards,
+        _refuses_shards_after_compile,
     ],
 )
 def test_habits(pair: Ranks, case: Callable[..., None]) -> None:

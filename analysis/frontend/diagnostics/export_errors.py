@@ -20,7 +20,13 @@ from sft.analysis.frontend.source_location import called_function, error_line, e
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import REGISTER_PYTREE_NODE, storage_id
 
-__all__ = ["MIXED_DTYPES", "refusal_of", "refuse_reads_of_updated_buffers", "refuse_tensor_to_number"]
+__all__ = [
+    "MIXED_DTYPES",
+    "refusal_of",
+    "refuse_reads_of_updated_buffers",
+    "refuse_tensor_to_number",
+    "refuse_writes_to_empty_buffers",
+]
 
 aten = torch.ops.aten
 
@@ -126,6 +132,27 @@ def refuse_tensor_to_number(exported: ExportedProgram, unknown_reads: Sequence[U
         lines = dict.fromkeys(str(read.line) for read in unknown_reads if read.line is not None)
         place = f". Read at {'; '.join(itertools.islice(lines, _MAX_LINES))}" if lines else ""
         raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute{place}" for problem in problems])
+
+
+def refuse_writes_to_empty_buffers(model: nn.Module, updated: Iterable[str]) -> None:
+    """Refuse writes to buffers without elements: the first call gives them a size, and the next ones compute other values.
+
+    Args:
+        model: the model.
+        updated: names of the buffers that `forward` writes.
+
+    Raises:
+        UnsupportedError: names the buffers.
+    """
+    empty = [path for path in dict.fromkeys(updated) if model.get_buffer(path).numel() == 0]
+    if empty:
+        raise UnsupportedError(
+            [
+                f"{path}: `forward` writes this buffer, which has no elements yet; call the model once before it is compiled, which gives "
+                "it a size"
+                for path in empty
+            ]
+        )
 
 
 def refuse_reads_of_updated_buffers(model: nn.Module, reads: Iterable[ConstantRead], updated: Iterable[str]) -> None:

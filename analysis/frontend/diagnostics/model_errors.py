@@ -135,7 +135,7 @@ def _dtype_hint(reason: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence
         return ""
     dtype = "bool" if "bool" in reason.lower() and "long" not in reason.lower() else "long"
     return (
-        f"; every input is {dtypes[0]} here. Convert an index, a label or a mask with .{dtype}(), and give sft.compile a tensor in place of "
+        f"; every input is {dtypes[0]} here. Convert an index, a label or a mask with .{dtype}(), and give sft.compile a tensor instead of "
         f"its shape, such as torch.empty({tuple(shapes[-1])}, dtype=torch.{dtype}, device='meta')"
     )
 

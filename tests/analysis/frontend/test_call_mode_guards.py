@@ -160,6 +160,48 @@ def test_registrations_in_forward_are_refused_by_name_and_undone(kind: str) -> N
     torch.testing.assert_close(sft.compile(model, _SHAPE)(x), expected)
 
 
+class _Observed(nn.Conv2d):
+    """The range of each channel, in buffers that get their size at the first call, as in ``torch.ao.quantization``."""
+
+    scale: Tensor
+    zero_point: Tensor
+    low: Tensor
+    high: Tensor
+    on: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(3, 4, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("zero_point", torch.zeros(4, dtype=torch.int32))
+        self.register_buffer("low", torch.empty(0))
+        self.register_buffer("high", torch.empty(0))
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.fused_moving_avg_obs_fake_quant(
+            self.weight, self.on, self.on, self.low, self.high, self.scale, self.zero_point, 0.1, -128, 127, 0, True, True
+        )
+        out: Tensor = nn.functional.conv2d(x, weight, self.bias)
+        return out
+
+
+def test_buffers_without_elements_get_them_before_the_model_is_compiled() -> None:
+    """The operator that writes them failed in the first call."""
+    model, x = _Observed(), torch.randn(_SHAPE)
+    with pytest.raises(sft.UnsupportedError, match=r"low: `forward` writes this buffer, which has no elements.*call the model once before"):
+        sft.compile(model, _SHAPE)
+    model(x)
+    eager = copy.deepcopy(model)
+    net = sft.compile(model, _SHAPE)
+    for module in (net, eager):
+        with torch.no_grad():
+            module.get_parameter("weight").mul_(2)
+        module(x).square().sum().backward()
+    for ours, theirs in zip((*net.buffers(), *net.parameters()), (*eager.buffers(), *eager.parameters()), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_a_refused_model_registers_buffers() -> None:
     """The exporter's hook on registrations of buffers is removed after any failure of `forward`."""
 

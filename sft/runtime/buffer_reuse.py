@@ -5,7 +5,7 @@ A norm or a gate is applied pixel by pixel in the sweep after its statistics are
     y (cut)  ->  y * scale + shift  ->  relu  ->  z (cut)
 
 Each strip of ``z`` is written after the strip of ``y`` in the same rows has been read, so ``z`` may overwrite ``y``: two full tensors less
-one. That holds if all readers of the source read pixel by pixel, come before the output, and are never behind it in rows or columns.
+one. That holds if all readers of the source read pixel by pixel, come before the output, and never lag it in rows or columns.
 """
 
 from __future__ import annotations

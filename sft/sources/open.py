@@ -281,7 +281,7 @@ def _detect_reader(path: Any) -> Reader:
     if head.startswith(_TIFF_MAGIC):
         return "tiff"
     encoding = encoded_format(head)
-    # A MIRAX slide is a JPEG image with a folder beside it.
+    # A MIRAX slide is a JPEG image with a folder of the same name.
     if not encoding or not (isinstance(path, RemotePath) or _vendor(path) is None):
         return "openslide"
     return "geo" if encoding == "JPEG 2000" and isinstance(path, Path) and read_georeference(path) is not None else "encoded"

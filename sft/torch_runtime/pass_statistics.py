@@ -1,7 +1,7 @@
 """Statistics of a call: inputs read while its passes ran, and strips left out; progress while it runs.
 
 A listener gets the FLOPs of each program, a strip of a segment, when it is issued. On the CPU the programs before it have then run; a GPU
-is at most some programs behind. Without a listener a program costs one test of a list.
+has a delay of at most some programs. Without a listener a program costs one test of a list.
 
 >>> flops = []
 >>> with report_flops(flops.append):

@@ -274,7 +274,7 @@ def _killed_in_the_second_step(path: str, num_writes: int) -> None:
         written += 1
         write(*arguments)
 
-    DiskStore.write = counted  # type: ignore[method-assign, assignment]  # nobody else uses this process
+    DiskStore.write = counted  # type: ignore[method-assign, assignment]  # of this process alone
     take_step(net, optimizer, 1, "vgg")
 
 

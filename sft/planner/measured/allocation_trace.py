@@ -274,7 +274,7 @@ class _RecordingMachine(SimulatedMachine):
 
 
 class _RecordedSweeps(TiledSegment):
-    """Tiled segment that runs one sweep of each kind. The events of an equal sweep are recorded again, if it leaves nothing behind."""
+    """Tiled segment that runs one sweep of each kind. The events of an equal sweep are recorded again, if it leaves no allocation."""
 
     @cached_property
     def _sequences(self) -> dict[tuple[str, int, int], EventSequence]:

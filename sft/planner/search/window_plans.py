@@ -5,7 +5,7 @@ Streamed operators run in strips, as in every tiled plan. Of the untiled operato
 more backward. Operators that exchange rows of windows run untiled between them. Streamed operators without products right before a run
 (a norm, a cyclic shift, the partition) run again before its backward pass, so that their results are not kept.
 
-**Queries, keys and values** cross from one run to the next, beside the residual stream. To keep the latter alone, the end of a run that
+**Queries, keys and values** cross from one run to the next, with the residual stream. To keep the latter alone, the end of a run that
 computes them is a segment of its own, which also runs again before the backward pass of the attention that reads them.
 
 **On the host.** Where no such plan fits, and the host may be used, values between segments wait there for the backward pass

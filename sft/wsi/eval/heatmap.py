@@ -197,7 +197,7 @@ class HeatmapMaker:
         experiment = self._experiment
         source = experiment.feed.source(record)
         shape = tuple(source.shape) if source.shape[0] > 1 else tuple(source.shape[1:])
-        # Beside the results, since /tmp may be memory.
+        # In the folder of the results, since /tmp may be memory.
         self._folder.mkdir(parents=True, exist_ok=True)
         flags = [(parameter, parameter.requires_grad) for parameter in experiment.model.parameters()]
         experiment.model.requires_grad_(False)  # no gradient but the input's

@@ -124,7 +124,7 @@ class CheckpointFolder:
             digest = _sha256(temporary / _WEIGHTS)
             torch.save({**state, "format": _FORMAT, "weights_sha256": digest}, temporary / _STATE)
             sync_tree(temporary)
-            if target.exists():  # the same step again, after a crash behind its save: the same bits
+            if target.exists():  # the same step again, after a crash that followed its save: the same bits
                 shutil.rmtree(target)
             os.rename(temporary, target)
             fsync_folder(self.path)

@@ -80,9 +80,7 @@ def test_prefetching_continues_until_the_slide_is_taken() -> None:
     assert ahead.take("a", lambda: ("opened again",)) == ("a",)
     many = len(made)
     assert made == [(("a",), number) for number in range(many)]
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], (
-        "prefetching continues after the slide is taken"
-    )
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], "prefetching continues after the slide is taken"
 
 
 def test_prefetch_errors_are_raised_by_the_reader() -> None:

@@ -29,7 +29,7 @@ from sft.common.errors import InputError, typed
 from sft.common.legacy_names import restore_fields
 from sft.runtime.region import Region
 from sft.sources.sink import NpyFile, numpy_dtype
-from sft.torch_runtime.host_outputs import HostOutput, OutputSink, allocate_host_output, copy_to_host
+from sft.torch_runtime.host.host_outputs import HostOutput, OutputSink, allocate_host_output, copy_to_host
 
 __all__ = ["HostOutputs", "OutputArgument", "OutputDestination", "resolve_output"]
 

@@ -46,7 +46,7 @@ from sft.planner.repeat_budgets import RetainedGraphCheck
 from sft.runtime.region import Region
 from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
 from sft.torch_runtime.device_pool import PoolLayout
-from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.host.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.pass_graphs import CudaPassRecorder, PassGraphs
 from sft.torch_runtime.pass_settings import autocast_disabled
 from sft.torch_runtime.region_inputs import PlanResources

@@ -21,7 +21,7 @@ from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.measured.gpu_calibration import planning_model
 from sft.planner.options import Options
 from sft.planner.plan import Plan
-from sft.torch_runtime.host_memory import HostAllocator
+from sft.torch_runtime.host.host_memory import HostAllocator
 from sft.torch_runtime.profiling import table_folders
 
 __all__ = ["CompileSettings", "PlanningRequest"]

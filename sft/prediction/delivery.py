@@ -54,7 +54,7 @@ def resolve_dtype(kind: Kind, dtype: str | None) -> np.dtype[Any]:
 
 
 class Delivery:
-    """Sink of one prediction (`sft.torch_runtime.host_outputs.ResumingSink`).
+    """Sink of one prediction (`sft.torch_runtime.host.host_outputs.ResumingSink`).
 
     Args:
         kind: of the prediction.

@@ -22,7 +22,7 @@ from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan
 from sft.solvers.schedule import Operation, activation_name, grad_name
-from sft.torch_runtime.autograd import check_unmodified, unneeded_grads
+from sft.torch_runtime.backward_checks import check_unmodified, unneeded_grads
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_settings import autocast_disabled
 

@@ -1,4 +1,4 @@
-"""Compiled region as one autograd function, and queries of the running autograd engine.
+"""Compiled region as one autograd function.
 
 The complete schedule, forward and backward, is inside one function: autograd sees inputs, parameters and buffers as its arguments and the
 outputs as its results. The arguments pass through ``save_for_backward``, so changing one between forward and backward raises, as in eager
@@ -11,9 +11,7 @@ sinks, strip by strip, while the backward pass runs.
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -22,22 +20,18 @@ from typing import Any
 import torch
 
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import task_retains_graph, will_engine_execute
-from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
+from sft.common.torch_internals import task_retains_graph
+from sft.common.transform_checks import refuse_batched_grads
 from sft.runtime.region import Region, Tape
+from sft.torch_runtime.backward_checks import check_before_backward, unneeded_grads
+from sft.torch_runtime.failed_passes import quiesced_on_error, running
 from sft.torch_runtime.gradient_groups import GradientGroups, copy_lasting_grads
-from sft.torch_runtime.host_outputs import HostOutput
-from sft.torch_runtime.machine import TorchMachine
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.host_outputs import HostOutput
+from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.pass_graphs import RecordedCall
 from sft.torch_runtime.region_inputs import RegionInputs
 
-__all__ = [
-    "check_unmodified",
-    "engine_will_execute",
-    "run_region",
-    "unneeded_grads",
-]
+__all__ = ["run_region"]
 
 
 def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -63,9 +57,9 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
             torch.no_grad(),
             inputs.pass_settings(region),
             inputs.memory(),
-            _quiesce_on_error(offloader),
+            quiesced_on_error(offloader),
             inputs.forward_weights() as weights,
-            _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
+            running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
         ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
@@ -90,7 +84,7 @@ def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torc
     inputs.active_graphs.activate(pass_graphs)
 
     def run(leaves: Mapping[str, torch.Tensor], offloader: HostOffloader | None) -> tuple[dict[str, torch.Tensor], Tape]:
-        with torch.no_grad(), inputs.pass_settings(region), _running(inputs.machine(backward=False, offloader=offloader)) as machine:
+        with torch.no_grad(), inputs.pass_settings(region), running(inputs.machine(backward=False, offloader=offloader)) as machine:
             outputs, tape = region.forward(machine, _detached(leaves), keep=keep)
             if offloader is not None:
                 offloader.finish(tape.copies.by_target.values())
@@ -117,9 +111,9 @@ def _forward_with_tape(
     with (
         inputs.pass_settings(region),
         inputs.memory(),
-        _quiesce_on_error(offloader),
+        quiesced_on_error(offloader),
         inputs.forward_weights() as weights,
-        _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
+        running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
     ):
         outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
         # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
@@ -221,31 +215,12 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def _check_before_backward(ctx: Any, *, consume: bool) -> None:
-    """Checks before a backward pass; ``consume`` is false for a pass that retains the graph.
-
-    Raises:
-        RuntimeError: an earlier pass failed, an output was modified in place, or streamed weights were changed.
-        BudgetError: a pass that retains the graph exceeds the budget.
-    """
-    tape: Tape | None = ctx.tape
-    if ctx.recorded is None:
-        refuse_after_failure(tape)
-    if tape is not None:
-        for name, version in ctx.versions.items():
-            check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
-    if ctx.inputs.weights is not None:
-        ctx.inputs.weights.check()
-    if not consume and ctx.recorded is None:
-        ctx.inputs.check_retain_graph()
-
-
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients of the function's tensors, given the gradients of its results; empties the list."""
     region: Region = ctx.region
     inputs: RegionInputs = ctx.inputs
     tensors, consume = ctx.saved_tensors, not task_retains_graph()
-    _check_before_backward(ctx, consume=consume)
+    check_before_backward(ctx, consume=consume)
     leaves = {name: tensor for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
     output_grads, reached = _grads_of_outputs(ctx, grads)
     if inputs.weights is not None:  # their gradients are used during the pass
@@ -314,8 +289,8 @@ def _run_backward(
     with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
         with (
             inputs.pass_settings(region),
-            _quiesce_on_error(offloader),
-            _running(inputs.machine(backward=True, offloader=offloader, weights=weights)) as machine,
+            quiesced_on_error(offloader),
+            running(inputs.machine(backward=True, offloader=offloader, weights=weights)) as machine,
         ):
             leaf_grads = region.backward(machine, tape, output_grads, sinks=sinks, consume=consume)
         for sink in sinks.values():
@@ -338,7 +313,7 @@ def _record_backward(
     region: Region, inputs: RegionInputs, tape: Tape, offloader: HostOffloader | None, output_grads: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Run a backward pass while it is recorded: in the memory pool of the recording."""
-    with inputs.pass_settings(region), _running(inputs.machine(backward=True, offloader=offloader)) as machine:
+    with inputs.pass_settings(region), running(inputs.machine(backward=True, offloader=offloader)) as machine:
         return region.backward(machine, tape, output_grads)
 
 
@@ -354,93 +329,8 @@ def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, t
     return tape
 
 
-@contextlib.contextmanager
-def _running(machine: TorchMachine) -> Iterator[TorchMachine]:
-    """A machine that is closed at the end; after a failure, errors of its copies under way are not raised as well."""
-    try:
-        yield machine
-    except BaseException as error:
-        with contextlib.suppress(Exception):
-            machine.close()
-        _clear_frames(error)
-        raise
-    machine.close()
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drop the local variables of this library and of torch from the tracebacks of an error.
-
-    They refer to the tensors of the pass, and an error lives as long as its handler, or until the next garbage collection. The caller may
-    need their memory for another try. Frames of the caller's own code stay as they are, for debuggers.
-    """
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        pending += [current.__cause__, current.__context__]
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            if frame.f_globals.get("__name__", "").partition(".")[0] in ("sft", "torch"):
-                with contextlib.suppress(RuntimeError):  # it still runs
-                    frame.clear()
-
-
-@contextlib.contextmanager
-def _quiesce_on_error(offloader: HostOffloader | None) -> Iterator[None]:
-    """Wait for copies under way after a failed pass, before their buffers are freed."""
-    try:
-        yield
-    except BaseException:
-        if offloader is not None:
-            offloader.quiesce()
-        raise
-
-
 def _materialize_grad(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:
     """The gradient of an output; of an output that the loss does not use, zeros that take no memory."""
     if grad is not None:
         return grad
     return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.output_shape(name))
-
-
-# -- shared with sft.repeat.autograd --------------------------------------------------------------------------------
-
-
-def check_unmodified(value: torch.Tensor, version: int, description: str) -> None:
-    """Check that an output that the backward pass reads is still at the version that the forward pass recorded.
-
-    Raises:
-        RuntimeError: it was modified in place.
-    """
-    if value._version != version:
-        raise RuntimeError(
-            f"{description} was modified in place after the forward pass, and the backward pass needs it; modify a clone of it instead"
-        )
-
-
-def engine_will_execute(node: Any) -> bool:
-    """True if the running backward pass computes the gradient that flows into a node of the graph; False for ``None``.
-
-    ``torch.autograd.grad(y, x)`` and ``backward(inputs=[x])`` leave nodes out. Autograd drops gradients that are returned for them; code
-    that uses a gradient itself must check.
-    """
-    if node is None:
-        return False
-    try:
-        return will_engine_execute(node)
-    except RuntimeError:  # torch does not tell for the leaves of torch.autograd.grad, which it computes
-        return True
-
-
-def unneeded_grads(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
-    """Names of a function's tensors without a gradient in the running backward pass.
-
-    Args:
-        context: context of the function, in its backward.
-        names: names of its tensors in order.
-        first: position of the first of them among the function's arguments.
-    """
-    nodes = [node for node, _ in context.next_functions[first:]]
-    return frozenset(name for name, node in zip(names, nodes, strict=False) if not engine_will_execute(node))

@@ -29,15 +29,15 @@ from sft.runtime.offload import OffloadedValue
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.sources.source import select_samples
 from sft.torch_runtime.cuda_graphs import GraphCache
-from sft.torch_runtime.host_memory import HostAllocator
-from sft.torch_runtime.host_outputs import HostOutput, OutputSink, ResumingSink, copy_in_order
-from sft.torch_runtime.host_transfers import HostTransfers, row_pieces
-from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.host_memory import HostAllocator
+from sft.torch_runtime.host.host_outputs import HostOutput, OutputSink, ResumingSink, copy_in_order
+from sft.torch_runtime.host.host_transfers import HostTransfers, row_pieces
+from sft.torch_runtime.host.input_streaming import SourceStripLoader, load_source
+from sft.torch_runtime.host.offload import HostOffloader
+from sft.torch_runtime.host.staging import HostStaging
+from sft.torch_runtime.host.streamed_cuts import CutStripLoader, DirectCut, DirectGradient, DirectStripLoader, HostCut, HostGradient
 from sft.torch_runtime.pass_statistics import LISTENERS, PassStatistics, note_flops
 from sft.torch_runtime.skip_constant import TorchStripOps
-from sft.torch_runtime.staging import HostStaging
-from sft.torch_runtime.streamed_cuts import CutStripLoader, DirectCut, DirectGradient, DirectStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
 
 __all__ = ["TRIM_AFTER_BYTES", "HeapTrimmer", "TorchMachine"]

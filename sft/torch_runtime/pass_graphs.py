@@ -46,7 +46,7 @@ from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.cuda_graphs import recording_stream
 from sft.torch_runtime.device_pool import PoolLayout, prepare_cublas, reserve_pool
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
 from sft.torch_runtime.profiling import kernel_settings
 

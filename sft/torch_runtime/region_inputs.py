@@ -16,13 +16,13 @@ from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
 from sft.torch_runtime.device_pool import DevicePool, PoolLayout
 from sft.torch_runtime.gradient_groups import GradientGroups
-from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.host.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.host.offload import HostOffloader
+from sft.torch_runtime.host.staging import HostStaging
 from sft.torch_runtime.machine import TorchMachine
-from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_graphs import PassGraphs
 from sft.torch_runtime.pass_settings import pass_settings
 from sft.torch_runtime.pass_statistics import CallStatistics
-from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
 
 __all__ = ["PlanResources", "RegionInputs"]

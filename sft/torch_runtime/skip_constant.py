@@ -24,8 +24,8 @@ from sft.lower.program import Program
 from sft.lower.rules.base import AdditivePart
 from sft.runtime.skip_constant import comparison_chunk_rows
 from sft.sources.source import RepeatingSource, Source, select_samples
+from sft.torch_runtime.host.streamed_cuts import HostGradient
 from sft.torch_runtime.pass_statistics import LISTENERS, PassSkipping, note_flops
-from sft.torch_runtime.streamed_cuts import HostGradient
 
 __all__ = ["TorchStripOps", "equal_rows_on_device", "source_equal_rows"]
 

@@ -1,7 +1,7 @@
 """Streamed weights of one pass on torch devices: from the records of a store to device buffers, and gradients to a sink.
 
-On CUDA, copies run on the stream that also prefetches offloaded values (``sft.torch_runtime.offload``), under the same rules: buffers are
-allocated and freed on the computation's stream, and events order the streams. From a slow store (a file) a thread copies, so that the
+On CUDA, copies run on the stream that also prefetches offloaded values (``sft.torch_runtime.host.offload``), under the same rules: buffers
+are allocated and freed on the computation's stream, and events order the streams. From a slow store (a file) a thread copies, so that the
 computation does not wait for the disk. On the CPU, copies from host memory are synchronous.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sft.common.errors import SourceError
 from sft.common.pinned_memory import copy_streams
-from sft.torch_runtime.offload import storage_as_bytes
+from sft.torch_runtime.host.offload import storage_as_bytes
 from sft.weights import Store, StreamCounters
 from sft.weights.gradient_sinks import BlockSink
 

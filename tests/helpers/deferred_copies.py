@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 from sft.runtime.offload import OffloadedValue
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.offload import HostOffloader
 
 __all__ = ["late_copies"]
 

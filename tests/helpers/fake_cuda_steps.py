@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sft.optim.streamed import StreamedOptimizer
 from sft.torch_runtime import autograd
-from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.host.host_memory import HostSlabPool
 from sft.torch_runtime.region_inputs import RegionInputs
 from sft.torch_runtime.streamed_parameters import StreamedParameters
 from sft.weights import HostStore

@@ -16,7 +16,7 @@ from sft.planner.problem import PlanningProblem
 from sft.planner.projection import Projection, project_step
 from sft.planner.streamed_cuts import streamable_values, with_streamed
 from sft.runtime.tiled_segment import TiledSegment
-from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.host.host_memory import HostAllocator, HostSlabPool
 
 __all__ = ["Normed", "compile_with_cuts", "copy_directly"]
 

@@ -27,9 +27,9 @@ from sft.runtime.offload import OffloadedValue
 from sft.runtime.simulated_machine import SimulatedMachine
 from sft.solvers.reversal import keep_all, reversal
 from sft.solvers.simulate import simulate
-from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.host.host_memory import HostSlabPool
+from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.machine import TorchMachine
-from sft.torch_runtime.offload import HostOffloader
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.deferred_copies import late_copies
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
@@ -279,7 +279,7 @@ def test_a_slab_is_returned_after_every_end_of_a_step() -> None:
     assert len(_slabs(net)._free) == 1
     before = {key: buffer.clone() for key, buffer in net.named_buffers()}
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.torch_runtime.offload.HostOffloader.release", _raise)
+        patches.setattr("sft.torch_runtime.host.offload.HostOffloader.release", _raise)
         with pytest.raises(OSError, match="torn"):
             net(x)
     gc.collect()
@@ -289,7 +289,7 @@ def test_a_slab_is_returned_after_every_end_of_a_step() -> None:
         y = net(x).sum()
         before = {key: buffer.clone() for key, buffer in net.named_buffers()}
         assert len(_slabs(net)._free) == 0
-        patches.setattr("sft.torch_runtime.offload.HostOffloader.prefetch", _raise)
+        patches.setattr("sft.torch_runtime.host.offload.HostOffloader.prefetch", _raise)
         with pytest.raises(OSError, match="torn"):
             y.backward()
     assert all(parameter.grad is None for parameter in net.parameters())

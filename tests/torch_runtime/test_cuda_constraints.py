@@ -24,7 +24,7 @@ from sft.lower.op_recorder import ArgumentSpec
 from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
-from sft.torch_runtime.input_streaming import load_source
+from sft.torch_runtime.host.input_streaming import load_source
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.weights.record import ALIGNMENT_BYTES
 from sft.weights.store import allocate_host_bytes

@@ -14,7 +14,7 @@ from torch import Tensor
 from sft.common.interval import Interval
 from sft.runtime.simulated_machine import SimulatedMachine
 from sft.sources import ArraySource
-from sft.torch_runtime.input_streaming import DeviceNormalizer, SourceStripLoader, Uploads, load_source
+from sft.torch_runtime.host.input_streaming import DeviceNormalizer, SourceStripLoader, Uploads, load_source
 from sft.torch_runtime.pass_statistics import PassReading
 from tests.helpers.fake_cuda import DEVICE, FakeGpu, fake_cuda, observed
 

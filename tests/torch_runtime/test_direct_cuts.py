@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import sft
 from sft.planner.projection import project_step
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.offload import HostOffloader
+from sft.torch_runtime.host.streamed_cuts import DirectCut, DirectGradient
 from sft.torch_runtime.pass_graphs import PassGraphs, can_record_passes
-from sft.torch_runtime.streamed_cuts import DirectCut, DirectGradient
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.flops import StepMeter

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.common.torch_internals import pytree
-from sft.torch_runtime.host_outputs import HostOutput, allocate_host_output
+from sft.torch_runtime.host.host_outputs import HostOutput, allocate_host_output
 from tests.helpers.capture_cache import remembered_captures
 from tests.helpers.exactness import gradient_errors, relative_error
 from tests.helpers.models import Branches, TinyUNet, chain, image, seeded

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.pass_graphs import PassGraphs, can_record_passes
 from sft.torch_runtime.pass_statistics import report_flops
 from tests.helpers.fake_cuda_steps import gpu_steps

@@ -22,9 +22,9 @@ from sft.runtime.streamed_inputs import row_read_order
 from sft.runtime.tiled_segment import TiledSegment
 from sft.sources import ArraySource
 from sft.sources.sink import ArraySink
-from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
-from sft.torch_runtime.input_streaming import Uploads
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.host.input_streaming import Uploads
+from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.weight_streaming import WeightPass
 from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
 from tests.helpers.bags import AttentionBag, VisionTransformer, take_samples
@@ -210,9 +210,9 @@ def _without_wait_before_release(patches: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "first", "second"),
     [
-        (_without_stream_waits, "copy at sft/torch_runtime/offload.py", "aten.mul_"),  # the copy begins before the value is computed
-        (_without_wait_before_release, "free", "copy at sft/torch_runtime/offload.py"),  # the bytes are freed before they are copied
-        (_without_event_waits("computation"), "aten.add_", "copy at sft/torch_runtime/offload.py"),  # read before its copy back is complete
+        (_without_stream_waits, "copy at sft/torch_runtime/host/offload.py", "aten.mul_"),  # the copy begins before the value is computed
+        (_without_wait_before_release, "free", "copy at sft/torch_runtime/host/offload.py"),  # the bytes are freed before they are copied
+        (_without_event_waits("computation"), "aten.add_", "copy at sft/torch_runtime/host/offload.py"),  # read before it is back
     ],
 )
 def test_offload_without_a_wait_is_reported(mutate: Callable[[pytest.MonkeyPatch], None], first: str, second: str) -> None:

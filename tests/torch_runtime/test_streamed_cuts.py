@@ -215,12 +215,12 @@ def test_a_full_disk_is_an_error_and_changes_nothing(
     for num_fitting in (0, 2):
         with monkeypatch.context() as patches:
             calls, left = 0, [num_fitting]
-            patches.setattr("sft.torch_runtime.host_memory.allocate_blocks", full)
+            patches.setattr("sft.torch_runtime.host.host_memory.allocate_blocks", full)
             with pytest.raises(sft.SourceError, match=r"No space left.*are free in.*Make room"):
                 net(image(*_SHAPE, seed=1))
     with monkeypatch.context() as patches:
         calls, left = 0, [1]
-        patches.setattr("sft.torch_runtime.host_memory.allocate_blocks", full)
+        patches.setattr("sft.torch_runtime.host.host_memory.allocate_blocks", full)
         with pytest.raises(sft.SourceError, match="gradient of a cut"):
             y.sum().backward()
     assert all(parameter.grad is None for parameter in net.parameters())

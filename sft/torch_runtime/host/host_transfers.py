@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sft.common.pinned_memory import copy_streams
 from sft.sources.strip_reader import aligned_bytes, read_chunks
-from sft.torch_runtime.staging import HostStaging, StagingRange
+from sft.torch_runtime.host.staging import HostStaging, StagingRange
 
 __all__ = ["HostTransfers", "row_pieces"]
 

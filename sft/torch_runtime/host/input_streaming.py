@@ -1,8 +1,8 @@
 """Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep.
 
 On CUDA the reader's buffers are page-locked, and strips are copied on the stream that also brings offloaded values back
-(``sft.torch_runtime.offload``). A strip's memory on the device is allocated one strip ahead, on the computation's stream. Its copy waits
-for an event recorded then, so that it runs while the strip before is computed. The host waits for a copy only when all but one of the
+(``sft.torch_runtime.host.offload``). A strip's memory on the device is allocated one strip ahead, on the computation's stream. Its copy
+waits for an event recorded then, so that it runs while the strip before is computed. The host waits for a copy only when all but one of the
 reader's buffers are being copied.
 
 A `sft.sources.source.PixelSource` sends its pixels, a quarter of the bytes for uint8, and the device normalises them with the operations
@@ -45,8 +45,8 @@ from sft.sources.strip_reader import (
     source_error,
     staged_number_bytes,
 )
+from sft.torch_runtime.host.staging import HostStaging, StagingRange
 from sft.torch_runtime.pass_statistics import PassReading
-from sft.torch_runtime.staging import HostStaging, StagingRange
 
 __all__ = ["DeviceNormalizer", "SourceStripLoader", "StripTargets", "Uploads", "load_source", "strip_of", "upload_rows"]
 

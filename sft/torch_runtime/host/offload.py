@@ -15,9 +15,9 @@ So every buffer is allocated and freed on the computation's stream, and freed on
 which leaves the order to the allocator's guess, is not needed. The computation's stream is queried before another stream is entered, never
 inside. A range of the slab is given to another copy only after a wait for the last one.
 
-*Strips of cuts on the host* (:mod:`sft.torch_runtime.streamed_cuts`) are in the slab, too. Each copy of a strip is one copy of bytes, which
-CUDA does in the background. For the copy of a view with gaps between page-locked memory and the device PyTorch makes contiguous copies
-first, one of them by the host (``copy_requires_temporaries`` in ATen's ``native/cuda/Copy.cu``), which no graph could contain.
+*Strips of cuts on the host* (:mod:`sft.torch_runtime.host.streamed_cuts`) are in the slab, too. Each copy of a strip is one copy of bytes,
+which CUDA does in the background. For the copy of a view with gaps between page-locked memory and the device PyTorch makes contiguous
+copies first, one of them by the host (``copy_requires_temporaries`` in ATen's ``native/cuda/Copy.cu``), which no graph could contain.
 
 A pass that is recorded as a CUDA graph contains its copies: the streams join the recording by their first wait, and the computation waits
 for all copies before it ends (:meth:`HostOffloader.finish`). Replays copy the same ranges of the slab.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sft.common.pinned_memory import copy_streams
 from sft.runtime.offload import HostArena, OffloadedValue
-from sft.torch_runtime.host_memory import SlabLease
+from sft.torch_runtime.host.host_memory import SlabLease
 
 __all__ = ["HostOffloader", "SlabRange", "storage_as_bytes"]
 

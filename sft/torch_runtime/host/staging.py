@@ -1,8 +1,8 @@
 """Staging memory: page-locked host memory in which rows wait for their copy to the device.
 
 A copy from other host memory would make the host wait until all queued work of the device is complete. A plan knows the bytes that its step
-needs: one slab, kept for the next step (:class:`~sft.torch_runtime.host_memory.HostSlabPool`). Work outside of a planned step has torch's
-page-locked memory, which is rounded up and cached.
+needs: one slab, kept for the next step (:class:`~sft.torch_runtime.host.host_memory.HostSlabPool`). Work outside of a planned step has
+torch's page-locked memory, which is rounded up and cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sft.runtime.offload import HostArena
-from sft.torch_runtime.host_memory import SlabLease
+from sft.torch_runtime.host.host_memory import SlabLease
 
 __all__ = ["HostStaging", "StagingRange"]
 

@@ -31,12 +31,12 @@ from sft.common.interval import Interval
 from sft.sources.host_arrays import copy_serially
 from sft.sources.source import check_rows, check_samples
 from sft.sources.strip_reader import read_chunks, reader_bytes
-from sft.torch_runtime.host_memory import HostAllocator
-from sft.torch_runtime.host_outputs import copy_in_order
-from sft.torch_runtime.input_streaming import SourceStripLoader, StripTargets, strip_of, upload_rows
-from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.host.host_memory import HostAllocator
+from sft.torch_runtime.host.host_outputs import copy_in_order
+from sft.torch_runtime.host.input_streaming import SourceStripLoader, StripTargets, strip_of, upload_rows
+from sft.torch_runtime.host.offload import HostOffloader
+from sft.torch_runtime.host.staging import HostStaging
 from sft.torch_runtime.pass_statistics import PassReading
-from sft.torch_runtime.staging import HostStaging
 
 __all__ = ["CutStripLoader", "DirectCut", "DirectGradient", "DirectStripLoader", "HostCut", "HostGradient"]
 

@@ -49,7 +49,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_floors.py::test_no_floor_has_risen": ("random/5", "examples/vgg16", "axes/shifted", "random/0", "random/2", "examples/resnet18"),
     "test_strip_memory.py::test_a_grid_of_another_size_equals_that_of_a_first_size": ("unet-1",),
     "test_allocator_overhead.py::test_every_refused_budget_names_one_that_works": ("offload-greedy", "vdnn"),
-    "test_failed_passes.py::test_memory_is_given_back": ("strips-forward", "panels-backward"),
+    "test_failed_passes.py::test_memory_is_freed": ("strips-forward", "panels-backward"),
     "test_position_resize.py::test_a_dot_responds_where_it_is": ("skip",),
     "test_relieved_heads.py::test_a_step_is_exact": ("groupnorm-recomputed", "two stems-recomputed", "batchnorm-copied"),
     "test_planning_work.py::test_a_plan_does_not_depend_on_the_sizes_before_it": ("0.6",),
@@ -76,7 +76,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "15",
         "16",
     ),
-    "test_non_image_inputs.py::test_every_budget_is_exact_and_holds": (
+    "test_non_image_inputs.py::test_every_budget_is_exact_and_kept": (
         "gpt-eval",
         "mlp-training",
         "mlp-eval",
@@ -201,7 +201,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "False",
         "True",
     ),
-    "test_input_streaming_cost.py::test_pages_that_were_read_are_given_back": ("CHW",),
+    "test_input_streaming_cost.py::test_pages_that_were_read_are_released": ("CHW",),
     "test_kernels_benchmark.py::test_cases_are_right_under_the_interpreter": ("conv2d", "depthwise"),
     "test_kernels_benchmark.py::test_without_a_gpu_the_script_refuses": ("all", "--only rows", "test", "sanitize", "tune"),
     "test_aot_compile.py::test_compiles_ahead_of_time": (

@@ -155,7 +155,7 @@ def test_a_model_on_the_meta_device_is_planned_for_an_absent_device(probe: Probe
         sft.plan(model, _SHAPE, device="gpu")
 
 
-def test_a_gpu_has_what_the_driver_and_the_allocator_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_gpu_is_that_of_the_driver_and_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (6 * 2**30, 12 * 2**30))
     statistics = {"reserved_bytes.all.current": 5 * 2**30, "allocated_bytes.all.current": 2**30}

@@ -162,7 +162,7 @@ def test_a_plan_from_a_file_serves_other_numbers_of_samples(work: _Work) -> None
     assert work.searches == [] and net.plan.transferred_from == plan.input_shapes
 
 
-def test_a_plan_for_a_gpu_says_for_which_samples_it_was_made(monkeypatch: pytest.MonkeyPatch, work: _Work) -> None:
+def test_a_plan_for_a_gpu_has_its_number_of_samples(monkeypatch: pytest.MonkeyPatch, work: _Work) -> None:
     """With the overhead of the device, too; so only the first plan is transferred."""
     monkeypatch.setattr("sft.api.plan_search.PlanSearch._is_for_gpu", property(lambda _: True))
     net: Any = sft.compile(_bag(), [_tiles(200)], budget="24MiB")

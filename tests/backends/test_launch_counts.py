@@ -62,7 +62,7 @@ def _calls(num_splits: int) -> dict[str, tuple[Any, str, tuple[Any, ...], list[s
 
 
 @pytest.mark.parametrize("num_splits", [1, 512])
-def test_calls_launch_one_or_two_kernels_whatever_the_number_of_splits(num_splits: int, tmp_path: Path) -> None:
+def test_calls_launch_one_or_two_kernels_for_any_number_of_splits(num_splits: int, tmp_path: Path) -> None:
     calls = _calls(num_splits)
     jobs = [{"call": call, "method": method, "arguments": arguments} for call, method, arguments, _ in calls.values()]
     for (name, (*_, kernels)), counts in zip(calls.items(), count_launches(jobs, tmp_path), strict=True):

@@ -132,7 +132,7 @@ def test_the_analytic_profile_equals_the_simulated_sweep(
     assert len(seen) == 4 and seen[0] >= seen[1] and seen[2] >= seen[3]
 
 
-def test_a_reader_allocates_what_is_projected() -> None:
+def test_a_reader_allocates_the_projected_bytes() -> None:
     source = Watched(image(2, 3, 40, 7))
     order = [Interval(0, 5), Interval(4, 11), Interval(0, 0), Interval(9, 20)]
     with sft.measure_peak("cpu") as peak, StripReader(source, order) as reader:
@@ -181,7 +181,7 @@ def test_a_plan_for_a_tensor_is_not_one_for_a_source() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped pages")
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
-def test_pages_that_were_read_are_given_back(tmp_path: Path, layout: Any) -> None:
+def test_pages_that_were_read_are_released(tmp_path: Path, layout: Any) -> None:
     shape = (8192, 1024, 3) if layout == "HWC" else (3, 8192, 1024)
     pixels = random_pixels(*shape)
     np.save(tmp_path / "image.npy", pixels)

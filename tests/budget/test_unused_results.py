@@ -90,7 +90,7 @@ def test_peak_with_any_selection_of_results(selection: tuple[str, list[int]], ro
     ids=["statistics of a norm", "statistics after strips", "indices of a pool"],
 )
 @pytest.mark.parametrize("tile", [None, (1, None)], ids=["whole", "strips"])
-def test_peak_in_inference_includes_what_only_derivatives_read(model: nn.Module, shape: tuple[int, ...], tile: Any) -> None:
+def test_peak_in_inference_includes_values_read_by_derivatives_only(model: nn.Module, shape: tuple[int, ...], tile: Any) -> None:
     options = None if len(shape) < 4 else sft.Options(tile=tile)
     measured, projected = _measure(model, shape, torch.float32, training=False, options=options)
     assert measured == projected

@@ -141,7 +141,7 @@ def test_resize_counts_the_new_size() -> None:
         assert peak.current_bytes == 0
 
 
-def test_tensor_that_only_autograd_holds_counts() -> None:
+def test_a_tensor_of_autograd_alone_counts() -> None:
     weight = torch.ones(41, requires_grad=True)
     with measure_peak() as peak:
         saved = weight.exp()  # its backward needs its own result
@@ -242,7 +242,7 @@ def test_failing_operator_counts_nothing() -> None:
     assert peak.current_bytes == 0
 
 
-def test_meter_holds_nothing_alive() -> None:
+def test_meter_keeps_no_tensor_alive() -> None:
     with measure_peak() as peak:
         torch.empty(1001)
     assert (peak.num_bytes, peak.current_bytes) == (1001 * FLOAT, 0)
@@ -268,7 +268,7 @@ def test_meta_and_cpu_are_metered_separately() -> None:
     assert small.numel() == 3
 
 
-def test_dry_run_measures_what_the_real_run_measures() -> None:
+def test_a_dry_run_measures_the_bytes_of_a_real_run() -> None:
     def step(model: nn.Module, image: Tensor) -> None:
         model(image).square().mean().backward()
 

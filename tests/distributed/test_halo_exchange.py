@@ -214,7 +214,7 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
     ("make", "shape", "num_bands"),
     [(Vgg, (1, 3, 240, 32), 3), (Residual, (1, 3, 256, 32), 8), (ConvNet, (1, 3, 96, 16), 4), (Deep, (1, 3, 128, 16), 5)],
 )
-def test_bands_are_balanced_by_what_they_compute(
+def test_bands_are_balanced_by_computation(
     make: Callable[[], nn.Module], shape: tuple[int, ...], num_bands: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = sft.Options(tile=(8, None))

@@ -18,7 +18,7 @@ from examples.deep_resnet.network import deep_resnet, num_blocks_of, stripes
 from sft.nn import Repeat
 
 
-def test_a_resnet_of_any_depth_holds_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resnet_of_any_depth_takes_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for layers in (92, 302):
         torch.manual_seed(0)

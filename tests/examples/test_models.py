@@ -76,7 +76,7 @@ def test_frozen_norms_survive_train_and_copies() -> None:
         assert all(norm.weight.grad is not None and norm.bias.grad is not None for norm in norms)
 
 
-def test_freezing_changes_nothing_but_the_mode() -> None:
+def test_freezing_changes_only_the_mode() -> None:
     model = resnet18(3, width=4)
     model(torch.randn(2, 3, 64, 64))  # running statistics other than 0 and 1
     image = torch.randn(1, 3, 50, 70)

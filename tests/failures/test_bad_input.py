@@ -147,7 +147,7 @@ def test_an_input_that_another_model_computes_is_not_to_be_detached() -> None:
     assert all(parameter.grad is not None for parameter in first.parameters())
 
 
-def test_an_array_of_a_signal_is_told_from_an_image() -> None:
+def test_an_array_of_a_signal_is_distinguished_from_an_image() -> None:
     with pytest.raises(sft.InputError, match=r"in this order: 1x1x100 \(arrays are read as images; give a signal .* torch.from_numpy"):
         sft.compile(nn.Conv1d(1, 2, 3), np.zeros((1, 1, 100), np.float32))
 

@@ -286,7 +286,7 @@ def test_types_that_files_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped pages")
-def test_pages_that_were_written_are_given_back(tmp_path: Path) -> None:
+def test_pages_that_were_written_are_released(tmp_path: Path) -> None:
     file = NpyFile(tmp_path / "out.npy", (1, 2, 4096, 2048), torch.float32)
     file.array[:] = 1.0
     file.publish()

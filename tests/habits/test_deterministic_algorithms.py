@@ -48,7 +48,7 @@ def _functions(net: object) -> set[str]:
 
 @pytest.mark.parametrize(("make", "shape"), [(_flat, (1, 3, 1024, 256)), (_deep, (1, 1, 128, 32, 32))])
 @pytest.mark.usefixtures("deterministic")
-def test_operators_are_captured_and_not_what_stands_in_for_them_on_gpus(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_operators_are_captured_and_not_their_substitutes_on_gpus(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     with torch.device("meta"):
         model = make()
     plan = sft.plan(model, shape, budget="1GiB", options=sft.Options(tile=(8, None)))

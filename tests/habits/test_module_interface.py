@@ -58,7 +58,7 @@ def test_state_dict_and_shared_tensors() -> None:
         assert name == other_name and b is c
 
 
-def test_state_dict_loads_both_ways() -> None:
+def test_state_dict_loads_in_both_directions() -> None:
     model, net = _pair()
     other = seeded(ConvNet, seed=1)
     x = image(*_SHAPE)
@@ -135,7 +135,7 @@ def test_hooks_on_parameters() -> None:
     torch.testing.assert_close(parameter.grad, whole / 2)
 
 
-def test_only_the_asked_gradients() -> None:
+def test_only_the_requested_gradients() -> None:
     """``torch.autograd.grad`` for some inputs touches no ``.grad``."""
     model, net = _pair()
     x = image(*_SHAPE).requires_grad_()

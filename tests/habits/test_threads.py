@@ -20,7 +20,7 @@ _NUM_THREADS = 4
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a model each", "one model"])
-def test_threads_that_capture_at_once_all_compute_what_eager_does(shared: bool) -> None:
+def test_threads_that_capture_at_once_equal_eager_pytorch(shared: bool) -> None:
     models = [seeded(Residual) if number % 2 else seeded(TinyUNet) for number in range(_NUM_THREADS)]
     nets = [sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(8, None))) for model in models]
     x, begin, streams = image(1, 3, 32, 24), Barrier(_NUM_THREADS), (sys.stdout, sys.stderr)

@@ -150,7 +150,7 @@ def test_queries_keys_and_values_have_one_gradient(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_have_the_given_memory_order_and_type(dtype: torch.dtype) -> None:
+def test_sums_have_the_requested_memory_order_and_type(dtype: torch.dtype) -> None:
     first, second = torch.randn(2, 1, 4).to(dtype), torch.randn(2, 2, 4).to(dtype)
     spans = (DimSlice(1, 2, 1), DimSlice(1, 0, 2))
     total = sum_slices((first, second), spans, (2, 3, 4), (1, 0, 2), torch.float32)

@@ -271,7 +271,7 @@ def test_the_channel_of_labels(target_dims: int, accepted: tuple[int, ...], keep
     torch.testing.assert_close(value, F.cross_entropy(model.model(x), labels) * expected_dims)
 
 
-def test_a_loss_that_refuses_both_forms_raises_its_error_for_the_target_as_given() -> None:
+def test_a_loss_that_refuses_both_forms_raises_its_error_for_the_original_target() -> None:
     model = sft.nn.WithLoss(_network(), _Shapes(7))
     x, target = image(1, 3, 12, 8).float(), _labels(1, 1, 12, 8)
     with pytest.raises(ValueError, match="no target of 4 dimensions"):

@@ -82,7 +82,7 @@ def test_the_same_bits_as_torch(kind: str, settings: dict[str, Any], dtype: torc
 
 
 @_all
-def test_state_dicts_go_both_ways(kind: str, settings: dict[str, Any]) -> None:
+def test_state_dicts_load_in_both_directions(kind: str, settings: dict[str, Any]) -> None:
     makes = {"ours": _ours(kind), "theirs": _theirs(kind)}
     ends = []
     for first, second in itertools.product(makes, makes):
@@ -112,7 +112,7 @@ def test_schedulers_move_the_learning_rate() -> None:
     _assert_same(ends[0], ends[1])
 
 
-def test_a_step_allocates_nothing_but_state() -> None:
+def test_a_step_allocates_only_state() -> None:
     param = torch.zeros(1000, requires_grad=True)
     for update, slots in ((SGD, 1), (AdamW, 2)):
         settings = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True} if update is SGD else {}

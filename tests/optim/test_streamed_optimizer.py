@@ -199,7 +199,7 @@ def _stopping_at(place: str) -> Callable[[TorchMachine, Any], None]:
     return begin
 
 
-def test_a_backward_pass_wants_the_weights_of_its_forward_pass() -> None:
+def test_a_backward_pass_needs_the_weights_of_its_forward_pass() -> None:
     net, _ = pair_of("mlp")
     x = x_of("mlp")
     optimizer = streamed_optimizer("sgd", net)
@@ -344,7 +344,7 @@ def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_p
     assert_same(net, resident)
 
 
-def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> None:
+def test_an_interrupted_wait_for_a_weight_continues_at_its_release() -> None:
     """Otherwise its bytes would be reused during the copy."""
     net, _ = pair_of("mlp")
     owner = net._sft_engine.stream_weights()

@@ -31,7 +31,7 @@ def plan() -> Plan:
     return sft.plan(_model(), _SHAPE, budget="1GiB")
 
 
-def test_a_plan_file_holds_the_limits_of_its_search(plan: Plan) -> None:
+def test_a_plan_file_has_the_limits_of_its_search(plan: Plan) -> None:
     assert plan.search_limits == SearchLimits()
     assert Plan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["search_limits"]["max_projections"] == 8

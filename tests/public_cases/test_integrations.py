@@ -205,7 +205,7 @@ def test_a_trainer_that_reads_the_signature_of_forward() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("what", ["model", "parent", "function", "method"])
-def test_torch_compile_without_graph_breaks_says_why(what: str) -> None:
+def test_torch_compile_without_graph_breaks_names_the_reason(what: str) -> None:
     """Dynamo's own error asked to report an issue to PyTorch."""
     net: Any = sft.compile(seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.SiLU())), _SHAPE, options=_OPTIONS)
     around: dict[str, Any] = {

@@ -290,7 +290,7 @@ def test_masks_in_blocks_follow_the_seed_of_the_call() -> None:
     assert_within_budget(net, image(*_SHAPE), budget="3MiB")
 
 
-def test_the_projection_of_repeated_blocks_counts_the_numbers_behind_masks() -> None:
+def test_the_projection_of_repeated_blocks_counts_the_random_numbers_of_masks() -> None:
     for drop in (nn.Dropout(0.3), nn.Dropout2d(0.3)):
 
         def block(drop: nn.Module = drop) -> nn.Module:

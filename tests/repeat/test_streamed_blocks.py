@@ -184,7 +184,7 @@ def test_two_backward_passes_without_a_step_are_refused_when_fused() -> None:
 
 
 @pytest.mark.parametrize("two_phase", [False, True])
-def test_state_dicts_go_both_ways(two_phase: bool) -> None:
+def test_state_dicts_load_in_both_directions(two_phase: bool) -> None:
     for kind in ("sgd", "adamw"):
         model, _ = _models()
         first = _optimizer(kind, model, two_phase=two_phase)

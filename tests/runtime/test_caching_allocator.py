@@ -108,7 +108,7 @@ def test_large_blocks_are_not_split_above_the_limit() -> None:
         ("", 5000, 5120),
     ],
 )
-def test_sizes_round_as_the_settings_say(text: str, num_bytes: int, rounded: int) -> None:
+def test_sizes_round_by_the_settings(text: str, num_bytes: int, rounded: int) -> None:
     assert AllocatorSettings.parse(text).block_bytes(num_bytes) == rounded
 
 

@@ -296,7 +296,7 @@ def test_strips_that_read_nothing_are_alike() -> None:
     assert is_constant_per_strip(same, np.array([0, 3, 3, 3]), end).tolist() == [False, False, True, True]
 
 
-def test_a_plan_says_that_strips_may_be_left_out() -> None:
+def test_a_plan_states_that_strips_may_be_left_out() -> None:
     """The plan's JSON and a step of a model compiled with it."""
     x = banded_image((1, 2, 64, 8), (0, 64))
     plan = sft.plan(_made("plain").double(), x.shape, options=sft.Options(tile=(4, None), skip_repeats=True))

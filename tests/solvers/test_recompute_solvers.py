@@ -99,7 +99,7 @@ def test_bisection_runs_n_log_n_half_more_forwards_in_log_n_states(power: int) -
     assert n * power // 2 >= simple.num_advances(n, power + 1)
 
 
-def test_sqrt_of_equal_stages_holds_two_square_roots() -> None:
+def test_sqrt_of_equal_stages_keeps_two_square_roots() -> None:
     chain = uniform_chain(100, light=True, backward_seconds=1.0)
     with pytest.raises(BudgetError) as refusal:
         simple.solve_sqrt(chain, budget_bytes=10)

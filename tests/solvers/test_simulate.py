@@ -59,7 +59,7 @@ def test_a_broken_schedule_is_refused(name: str) -> None:
         simulate(_CHAIN, _schedule(*operations))
 
 
-def test_a_backward_needs_what_its_own_forward_saved() -> None:
+def test_a_backward_needs_saved_values_of_its_own_forward() -> None:
     stage = replace(_STAGE, saved_bytes=3)
     other = Alternative(first=2, last=2, mode="tile", forward_seconds=1, backward_seconds=1, saved_bytes=1)
     chain = StageChain(input_bytes=10, stages=(stage, stage), alternatives=(other,))

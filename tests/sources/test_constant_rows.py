@@ -64,7 +64,7 @@ def test_strips_that_are_left_out_are_not_read(states: dict[str, int]) -> None:
     assert (net.last_reading.backward.num_rows_read < full.last_reading.backward.num_rows_read) != turns
 
 
-def test_a_source_that_says_nothing_is_run_in_full() -> None:
+def test_a_source_without_constant_rows_runs_in_full() -> None:
     """Rows are not read for a comparison."""
     image = banded_image((1, 2, _ROWS, _COLUMNS), (20, 80))
     net = _net(_Mute(image), skip_repeats=True)

@@ -196,7 +196,7 @@ def test_codecs_that_are_none_of_pixels_are_refused(tmp_path: Path, version: int
     assert not touched.exists()
 
 
-def test_a_codec_that_zarr_knows_is_refused_before_a_chunk_is_read(tmp_path: Path) -> None:
+def test_a_codec_of_zarr_is_refused_before_a_chunk_is_read(tmp_path: Path) -> None:
     pytest.importorskip("zarr")
     _write_foreign_zarr(tmp_path / "slide.zarr", b"", version=2, codec="base64")
     with pytest.raises(SourceError, match="its codecs base64 do not encode pixels, and may run code"):

@@ -271,7 +271,7 @@ def test_load_tensor_reads_the_real_slide(slide: Slide) -> None:
     assert np.array_equal(restored, slide.read(1000, 1400, 64, 48))
 
 
-def test_load_tensor_refuses_what_it_cannot_normalise() -> None:
+def test_load_tensor_refuses_images_that_it_cannot_normalise() -> None:
     colour = Array(np.zeros((4, 4, 3), np.uint8))
     with pytest.raises(InputError, match="fractions"):
         load_tensor(colour, mean=MEAN, std=STD, dtype=torch.uint8)

@@ -217,7 +217,7 @@ def test_compile_accepts_a_zarr_array(tmp_path: Path) -> None:
     torch.testing.assert_close(net(array), model(torch.from_numpy(pixels.astype(np.float32))[None] / 65535), rtol=1e-5, atol=1e-6)
 
 
-def test_tissue_is_found_on_colours_of_uint8() -> None:
+def test_tissue_is_detected_on_colours_of_uint8() -> None:
     with pytest.raises(InputError, match=r"of uint16: its colour is compared"):
         find_tissue(ArrayImage(numbers((64, 64, 3), "uint16"), layout="HWC"))
 

@@ -193,7 +193,7 @@ def test_levels_that_openslide_interpolates_are_not_read(tmp_path: Path) -> None
 # --- resolution of a file --------------------------------------------------------------------------------------------
 
 
-def test_a_missing_resolution_must_be_given(tmp_path: Path) -> None:
+def test_a_missing_resolution_is_required(tmp_path: Path) -> None:
     path = tmp_path / "slide.tif"
     write_slide(path, tissue_like(128, 200), mpp=None)
     assert open_image(path).mpp is None

@@ -61,7 +61,7 @@ def test_statistics_that_were_not_saved_are_empty_tensors(monkeypatch: pytest.Mo
         assert all(arguments[place].shape == (0,) for place in (5, 6))
 
 
-def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
+def test_interpolation_gets_no_scale_of_gathered_axes() -> None:
     """Rows are gathered first; with a scale for rows, CUDA would apply it again, and read row r of the result at r / 2.
 
     If ATen interpolates both axes of a strip, it has both scales.

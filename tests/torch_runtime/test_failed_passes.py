@@ -65,7 +65,7 @@ def _step(net: nn.Module, source: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("options", [{"tile": (8, None)}, {"tile": (8, 16)}], ids=["strips", "panels"])
-def test_memory_is_given_back(where: str, options: dict[str, Any]) -> None:
+def test_memory_is_freed(where: str, options: dict[str, Any]) -> None:
     net = sft.compile(_network(), [_source()], options=sft.Options(**options))
     source = _source()
     expected = _step(net, source)

@@ -127,7 +127,7 @@ def test_a_change_shows_with_a_known_structure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _NEUTRAL_CHANGES)
-def test_other_changes_leave_the_fingerprint_as_it_is(name: str) -> None:
+def test_other_changes_do_not_change_the_fingerprint(name: str) -> None:
     model = _model()
     if name == "unknown object":
         model[1].anything = object()

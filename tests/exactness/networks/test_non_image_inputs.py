@@ -125,7 +125,7 @@ def _budgets(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("case", _CASES)
-def test_every_budget_is_exact_and_holds(case: str, training: bool) -> None:
+def test_every_budget_is_exact_and_kept(case: str, training: bool) -> None:
     make, inputs_of = _CASES[case]
     model, inputs = seeded(make).train(training), inputs_of()
     with remembered_captures():

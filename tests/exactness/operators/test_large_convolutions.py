@@ -98,7 +98,7 @@ def test_small_images_are_not_divided() -> None:
 
 
 @given(st.data())
-def test_pieces_read_what_the_convolution_reads(data: st.DataObject) -> None:
+def test_pieces_read_the_rows_of_the_convolution(data: st.DataObject) -> None:
     kernel, stride = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
     padding = data.draw(st.integers(0, kernel - 1))
     num_rows = data.draw(st.integers(max(1, kernel - 2 * padding), 40))

@@ -104,7 +104,7 @@ def test_images_as_small_as_a_scale_and_a_shift(axes: int, options: sft.Options)
     assert_exact(model, image(*shape), options=options, budget=wanted, steps=1)
 
 
-def test_images_of_three_pixels_beside_moments() -> None:
+def test_images_of_three_pixels_with_moments() -> None:
     """The moments of a value that is no image are three numbers for each group."""
 
     class Mixed(nn.Module):

@@ -74,7 +74,7 @@ def test_columns_alone_need_no_barrier() -> None:
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
 
 
-def test_a_strip_of_nothing_but_wrapped_rows() -> None:
+def test_a_strip_of_wrapped_rows_only() -> None:
     """Strips of one row, of an image of three rows that all wrap around, some twice."""
     model = seeded(lambda: AroundFunction(lambda y: F.pad(y, (1, 0, 3, 2), mode="circular")[:, :, 3:-2, 1:], axes=2))
     assert_exact(model, image(2, 3, 3, 5), options=sft.Options(tile=(1, 2), state_every=2), steps=1)

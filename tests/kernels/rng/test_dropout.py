@@ -80,7 +80,7 @@ def test_a_tile_of_the_mask_is_a_slice_of_the_mask(tiling: tuple[_Shape, _Shape,
 
 
 @given(_tilings(), _RULES, st.booleans())
-def test_tiles_compute_what_the_whole_computes(tiling: tuple[_Shape, _Shape, _Origin], rule: dict[str, Any], last: bool) -> None:
+def test_tiles_equal_the_untiled_result(tiling: tuple[_Shape, _Shape, _Origin], rule: dict[str, Any], last: bool) -> None:
     """Output and gradient bit for bit, on sliced views in both layouts."""
     extents, shape, origin = tiling
     layout = torch.channels_last if last else torch.contiguous_format

@@ -52,7 +52,7 @@ def test_a_sequence_sums_up_its_events(sequence: EventSequence) -> None:
 
 @settings(max_examples=60)
 @given(_sequences(2, may_leave=True), st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:1"]), st.integers(0, 3))
-def test_replayed_sequences_reserve_what_their_events_reserve(sequence: EventSequence, options: str, num_resident: int) -> None:
+def test_replayed_sequences_reserve_the_bytes_of_their_events(sequence: EventSequence, options: str, num_resident: int) -> None:
     allocator, trace = AllocatorSettings.parse(options), AllocationTrace(sequence=sequence)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_requests, "_LEAST_REQUESTS", 2)

@@ -157,7 +157,7 @@ def test_the_local_search_reserves_less_than_the_first_divisions(monkeypatch: py
     assert sum(searched) < 0.8 * sum(divided)
 
 
-def test_a_step_that_fits_beside_the_resident_tensors_has_no_pool() -> None:
+def test_a_step_that_fits_next_to_the_resident_tensors_has_no_pool() -> None:
     """A resident tensor leaves the rest of its segment to the step, which a pool would not use."""
     trace = AllocationTrace.of(((1, 8 * _MIB), (1, 0)))
     settings = AllocatorSettings()

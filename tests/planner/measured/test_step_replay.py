@@ -58,7 +58,7 @@ _RESIDENT = st.lists(st.one_of(st.just(0), st.integers(1, 2 * _MIB), st.integers
     _RESIDENT,
     st.integers(0, 200 * _MIB),
 )
-def test_pools_alone_reserve_what_the_allocator_reserves(
+def test_pools_alone_reserve_the_bytes_of_the_allocator(
     trace: AllocationTrace, allocator: AllocatorSettings, segments: list[int] | None, resident: list[int], limit_bytes: int
 ) -> None:
     chosen = None if segments is None else tuple(segments)

@@ -70,7 +70,7 @@ def test_palettes_and_transparency(tmp_path: Path) -> None:
         assert np.array_equal(open_image(tmp_path / "p.png").read(0, 0, 50, 40), np.asarray(opened.convert("RGB")))
 
 
-def test_a_host_budget_limits_what_is_decoded(tmp_path: Path) -> None:
+def test_a_host_budget_limits_decoded_bytes(tmp_path: Path) -> None:
     """Only the header is read before the refusal."""
     header = struct.pack(">IIBBBBB", 60_000, 50_000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
@@ -108,7 +108,7 @@ def _exif(orientation: int) -> bytes:
         ("data.png", r"data\.png"),
     ],
 )
-def test_what_is_refused(name: str, message: str, tmp_path: Path) -> None:
+def test_unsupported_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
     import simplejpeg
 
     pixels = numbers((40, 50, 3), "uint8")

@@ -85,7 +85,7 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
         yield server
 
 
-def test_a_server_that_dies_half_way(server: FileServer, tmp_path: Path) -> None:
+def test_a_server_that_fails_half_way(server: FileServer, tmp_path: Path) -> None:
     pixels = numbers((200, 150, 3), "uint8")
     num_bytes = write(tmp_path / "a.tif", pixels).stat().st_size
     image = open_image(server.url("a.tif"))

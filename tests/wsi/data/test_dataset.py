@@ -80,7 +80,7 @@ def test_masks_of_the_table_paint_and_crop(slide: tuple[SlideRecord, Pixels], tm
     assert problem is not None and "the mask has none there" in problem
 
 
-def test_tissue_is_found_once_and_cropped_at_any_resolution(tmp_path: Path) -> None:
+def test_tissue_is_detected_once_and_cropped_at_any_resolution(tmp_path: Path) -> None:
     record, found = _record(SLIDE), find_tissue(open_image(SLIDE))
     box = found.bounding_box()
     assert box is not None
@@ -159,7 +159,7 @@ def test_the_background_of_masked_slides_may_be_chosen(slide: tuple[SlideRecord,
         DataConfig(csv=Path("t.csv"), background=[0, 256, 0])
 
 
-def test_negative_labels_are_found_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+def test_negative_labels_are_refused_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
     record, pixels = slide
     labels = np.zeros(pixels.shape[:2], np.int64)
     labels[3, 4] = -1

@@ -239,7 +239,7 @@ def test_evidence_of_many_positions_survives_sixteen_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pixels_are_counted_exactly_whatever_the_precision(dtype: torch.dtype) -> None:
+def test_pixels_are_counted_exactly_in_any_precision(dtype: torch.dtype) -> None:
     prediction = torch.zeros(1, 2, 300, 301, dtype=dtype)
     prediction[:, 1, :100] = 1
     labels = torch.zeros(1, 300, 301, dtype=torch.long)

@@ -23,7 +23,7 @@ def _work(**changes: Any) -> RunWork:
     return RunWork(**{**values, "planned_seconds": 2.0, "host_bytes": 0, **changes})
 
 
-def test_the_plan_gives_way_to_the_measurement() -> None:
+def test_the_measurement_replaces_the_plan() -> None:
     now = [0.0]
     estimate = RunEstimate(_work(), clock=lambda: now[0])
     estimate.start()

@@ -67,6 +67,7 @@ class PlanCache:
         self.prepared: dict[CallSignature, PreparedPlan] = {}
         self.plans: dict[CallSignature, Plan] = {}
         self._shared = WeightedLRU()
+        self._refused: tuple[CallSignature, GraphForms] | None = None
         self._searched: dict[CallSignature, dict[tuple[Shape, ...], Plan]] = {}
 
     @property
@@ -121,12 +122,21 @@ class PlanCache:
     def problems(self, signature: CallSignature) -> Iterator[tuple[PlanningProblem, ...]]:
         """The planning problems of calls of a signature, of each form of the graph; nothing is prepared or stored.
 
+        Those of a call that was refused are the same, with the results of its search.
+
         Raises:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
+        refused = None if self._refused is None or self._refused[0] != signature else self._refused[1]
         with planning_context(self.request(signature)), closing(self._forms(signature)) as forms:
-            yield tuple(form.problem for form in forms)
+            yield tuple(form.problem for form in refused or forms)
+
+    def drop_refused(self) -> None:
+        """Drop the results of a search that found no plan."""
+        if self._refused is not None:
+            self._refused[1].close()
+        self._refused = None
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
@@ -156,11 +166,12 @@ class PlanCache:
         return (requested, *plans) if requested is not None and is_requested else plans
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
-        request, given = self.request(signature), self.settings.plan
+        self.drop_refused()
+        request, given, all_forms = self.request(signature), self.settings.plan, self._forms(signature)
         with (
             planning_context(request),
             stages(f"capture of {type(self.model).__name__}") as show_stage,
-            closing(self._forms(signature)) as all_forms,
+            self._closing_unless_refused(signature, all_forms),
         ):
             all_forms.capture()
             is_planned = given is not None and given.input_shapes == signature.shapes
@@ -172,6 +183,22 @@ class PlanCache:
             prepared = prepare(request, fitted, form.specialized)
             fitted.problem.memo.clear()  # of a problem that the search changed, which the check of retained graphs keeps
             return prepared
+
+    @contextmanager
+    def _closing_unless_refused(self, signature: CallSignature, forms: GraphForms) -> Iterator[None]:
+        """Close the forms, unless the budget is refused, and plans with other settings are proposed, which have much in common."""
+        try:
+            yield
+        except BudgetError:
+            if self.settings.proposes:
+                self._refused = self.with_guards(signature), forms  # the capture may have added guards
+            else:
+                forms.close()
+            raise
+        except BaseException:
+            forms.close()
+            raise
+        forms.close()
 
     def _forms(self, signature: CallSignature) -> GraphForms:
         """The forms of the graph of calls of a signature."""

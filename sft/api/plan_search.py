@@ -74,12 +74,14 @@ class PlanSearch:
         previous: the plan made earlier for this signature, if its programs have been dropped since.
         plans_of_other_samples: plans made for other numbers of samples, in the order of their creation.
         known_seconds: estimated seconds of a plan of another form of the graph; slower plans are of no use.
+        names_smallest: true if errors name the smallest plan, whose search takes long.
     """
 
     request: PlanningRequest
     previous: Plan | None = None
     plans_of_other_samples: Sequence[Plan] = ()
     known_seconds: float = math.inf
+    names_smallest: bool = True
 
     def fit(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits; with optional kernels, where they are faster.
@@ -129,9 +131,8 @@ class PlanSearch:
             return fitted
         # A limit slows the search down, so it is set only where a plan without one exceeds it.
         limits = self.request.settings.limits
-        limited = replace(problem.resources, host_budget_bytes=limits.host_bytes)
         try:
-            return self._fit_recordings(replace(problem, resources=limited))
+            return self._fit_recordings(problem.with_host_budget(limits.host_bytes))
         except BudgetError as error:
             host_bytes = fitted.projected.projection.host_bytes
             unlimited = Remedy(settings=("host",), num_bytes=host_bytes, needed_bytes=fitted.needed_bytes, fits=True)
@@ -338,7 +339,9 @@ class PlanSearch:
         settings = self.request.settings
 
         def planned(problem: PlanningProblem) -> FittedPlan:
-            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, partial(accepts, problem)))
+            most_named_bytes = math.inf if self.names_smallest else settings.budget_bytes
+            plan = plan_segments(problem, settings.budget_bytes, settings.options, partial(accepts, problem), most_named_bytes)
+            return FittedPlan(problem, plan)
 
         return first_fitting(planned, chain([problem], with_smaller_repeats(problem)))
 

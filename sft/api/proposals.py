@@ -20,6 +20,7 @@ from sft.api.plan_search import PlanSearch
 from sft.common.errors import BudgetError, SftError
 from sft.common.process_lock import patch_lock
 from sft.planner.measured.fitted_plan import FittedPlan
+from sft.planner.measured.overhead_search import SlowerPlansError
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, Setting, with_remedies
 
@@ -34,13 +35,20 @@ _MIN_REDUCTION = 0.05
 
 
 def propose(error: BudgetError, plans: PlanCache, signature_of: Callable[[], CallSignature]) -> BudgetError:
-    """The error with remedies of which plans were made.
+    """The error with remedies of which plans were made; the results of its search are dropped.
 
     Args:
         error: the error of a search.
         plans: the plan cache of the compiled module.
         signature_of: makes the signature of the call in the present modes of the model.
     """
+    try:
+        return _with_planned_remedies(error, plans, signature_of)
+    finally:
+        plans.drop_refused()
+
+
+def _with_planned_remedies(error: BudgetError, plans: PlanCache, signature_of: Callable[[], CallSignature]) -> BudgetError:
     settings = plans.settings
     note = f" ({settings.limits.budget_note})" if settings.limits.budget_note else ""
     if (
@@ -83,13 +91,12 @@ class _Attempts:
                 remedies.append(remedy)
         fitting = [remedy for remedy in remedies if remedy.fits]
         if not fitting and len(remedies) > 1:
-            together = self._attempt(tuple(setting for remedy in remedies for setting in remedy.settings))
-            fitting = [together] if together is not None and together.fits else []
-            remedies += [together] if together is not None else []
+            together = self._attempt(tuple(setting for remedy in remedies for setting in remedy.settings), only_fitting=True)
+            fitting = [together] if together is not None else []
         return sorted(fitting, key=_rank) if fitting else sorted(remedies, key=_rank)[:1]
 
-    def _attempt(self, changes: Sequence[Setting]) -> Remedy | None:
-        """A remedy that was planned; ``None`` if it cannot be, or saves too little."""
+    def _attempt(self, changes: Sequence[Setting], *, only_fitting: bool = False) -> Remedy | None:
+        """A remedy that was planned; ``None`` if it cannot be, or saves too little, or (``only_fitting``) does not fit."""
         if self.count >= MAX_ATTEMPTS or time.process_time() - self.started > MAX_SECONDS:
             return None
         frozen = _trained_norms(self.plans.model) if "norms" in changes else []
@@ -99,13 +106,15 @@ class _Attempts:
             with patch_lock(), _in_evaluation(frozen):
                 signature = self.signature_of()
                 with self.plans.problems(signature) as problems:
-                    return self._planned(problems, signature, tuple(changes))
+                    return self._planned(problems, signature, tuple(changes), only_fitting=only_fitting)
         except SftError:
             return None
 
-    def _planned(self, problems: Sequence[PlanningProblem], signature: CallSignature, changes: tuple[Setting, ...]) -> Remedy | None:
+    def _planned(
+        self, problems: Sequence[PlanningProblem], signature: CallSignature, changes: tuple[Setting, ...], *, only_fitting: bool
+    ) -> Remedy | None:
         """The remedy of the plan that would be chosen of those for all forms of the graph."""
-        search = PlanSearch(request=self.plans.request(signature))
+        search = PlanSearch(request=self.plans.request(signature), names_smallest=not only_fitting)
         fitting: list[FittedPlan] = []
         needed: list[int] = []
         for problem in problems:
@@ -113,20 +122,30 @@ class _Attempts:
             if changed is None:
                 return None
             self.count += not fitting and not needed
+            changed_memos = [changed.memo]
             try:
-                streamed = search.with_streamed_weights(changed) if "weights" in changes else changed
-                fitting.append(search.fit_projected(streamed))
+                if "weights" in changes:
+                    changed = search.with_streamed_weights(changed)
+                    changed_memos.append(changed.memo)
+                fitting.append(search.fit_projected(changed))
                 if fitting[-1].computes_little_again:
                     break
+                search = search.faster_than(fitting[-1])
             except BudgetError as error:
                 needed.append(error.needed_bytes)
+            except SlowerPlansError:
+                continue
             finally:
-                changed.memo.clear()  # a changed problem has a memo of its own
+                for memo in changed_memos:
+                    if memo is not problem.memo:
+                        memo.clear()
         if fitting:
             best = min(fitting, key=search.rank)
             host_bytes = best.projected.projection.host_bytes
             settings = changes if host_bytes else tuple(setting for setting in changes if setting != "host") or changes
             return Remedy(settings=settings, num_bytes=host_bytes, needed_bytes=best.needed_bytes, fits=True)
+        if only_fitting:
+            return None
         is_less = min(needed) <= (1 - _MIN_REDUCTION) * self.error.needed_bytes
         return Remedy(settings=changes, needed_bytes=min(needed)) if is_less else None
 
@@ -152,7 +171,7 @@ class _Attempts:
             is_large = sum(map(sized.value_bytes, outputs)) > least
             return _with(problem, outputs_on_host=True) if is_large else None
         is_limited = resources.host_budget_bytes is not None and sized.training
-        return _with(problem, host_budget_bytes=None) if is_limited else None
+        return problem.with_host_budget(None) if is_limited else None
 
     def _may_stream(self, problem: PlanningProblem) -> bool:
         """True if weights are resident, and take much of the memory."""

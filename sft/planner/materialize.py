@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from sft.common.errors import InputError
 from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.cost.peak_bound import bound_peak_bytes
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import Projection, project_step
@@ -20,7 +21,7 @@ from sft.planner.stages import StagedModel
 from sft.runtime.moves import SegmentSchedule
 from sft.runtime.region import Region
 
-__all__ = ["ProjectedPlan", "materialize", "split_into_stages"]
+__all__ = ["ProjectedPlan", "least_peak_bytes", "materialize", "split_into_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,23 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
 
 
 def _project(problem: PlanningProblem, choices: tuple[SegmentChoice, ...], order: SegmentSchedule | None) -> ProjectedPlan:
+    region = _region(problem, choices, order)
+    return ProjectedPlan(choices, region, project_step(problem, region))
+
+
+def least_peak_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> int:
+    """Lower bound of the peak of these decisions, for which one strip of each tiled segment is lowered.
+
+    Raises:
+        InputError: as :func:`materialize`.
+    """
+    if problem.resources.weights is not None and order is None:
+        choices = split_into_stages(problem, choices)
+    return bound_peak_bytes(problem, _region(problem, choices, order))
+
+
+def _region(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None) -> Region:
+    """The region of these decisions; errors as of :func:`materialize`."""
     region = replace(build_region(problem, choices), custom_schedule=order)
     if any(move.is_copy for move in region.schedule):
         region = region.without_skipping()
@@ -70,7 +88,7 @@ def _project(problem: PlanningProblem, choices: tuple[SegmentChoice, ...], order
         )
     if copy_error is not None:
         raise InputError(f"the plan's order cannot run: {copy_error}; make a new one with sft.plan(...)")
-    return ProjectedPlan(choices, region, project_step(problem, region))
+    return region
 
 
 def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:

@@ -6,6 +6,7 @@ works. The error is a :class:`SmallestPlanError` with that plan, so that a calle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from sft.analysis.ir.graph import label_range
@@ -51,6 +52,7 @@ def plan_segments(
     budget_bytes: int,
     options: Options,
     accepts: Callable[[ProjectedPlan], bool] = lambda _: True,
+    most_named_bytes: float = math.inf,
 ) -> ProjectedPlan:
     """Choose segments for a budget by the strategy of the options.
 
@@ -59,6 +61,7 @@ def plan_segments(
         budget_bytes: the device budget.
         options: constraints on the plan.
         accepts: a further condition. On a GPU the fastest plan that meets it is taken if one of the fastest few does.
+        most_named_bytes: largest budget that an error names; strategy ``auto`` does not look for plans that surely need more.
 
     Raises:
         SmallestPlanError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
@@ -80,9 +83,10 @@ def plan_segments(
             return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
         if rates.replays:  # an option, whose smallest plan is of no interest
             raise BudgetError("no plan has room for recordings of its passes", needed_bytes=budget_bytes + 1)
-        plan = searches[0].smallest()
-    else:
-        plan = searches[0].fastest(room_bytes) or searches[0].smallest()
+    fastest = None if rates.ranks_by_time else searches[0].fastest(room_bytes)
+    plan = fastest or searches[0].smallest(most_named_bytes - problem.resources.occupied_bytes)
+    if plan is None:
+        raise BudgetError("no plan fits", needed_bytes=budget_bytes + 1)
     if plan.projection.peak_bytes <= room_bytes:
         return plan
     raise _smallest_plan_error(problem, plan, budget_bytes, options)

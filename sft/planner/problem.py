@@ -55,6 +55,10 @@ class PlanningProblem:
         """The same problem with this device overhead; no derived result depends on it, so the memo is shared."""
         return self._with_resources(replace(self.resources, overhead_bytes=num_bytes))
 
+    def with_host_budget(self, num_bytes: int | None) -> PlanningProblem:
+        """The same problem with another budget of host memory; derived results depend on it by their keys."""
+        return self._with_resources(replace(self.resources, host_budget_bytes=num_bytes))
+
     def with_replays(self) -> PlanningProblem:
         """The same problem for passes that CUDA graphs replay; derived results depend on it by the rates in their keys."""
         return self._with_resources(replace(self.resources, rates=replace(self.resources.rates, replays=True)))

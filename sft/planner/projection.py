@@ -37,7 +37,16 @@ from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.runtime.whole_segment import WholeSegment
 
-__all__ = ["Projection", "ScheduleOpRecord", "TracingMachine", "plain_programs", "project_step", "run_step"]
+__all__ = [
+    "AnalyticSegment",
+    "Projection",
+    "ScheduleOpRecord",
+    "TracingMachine",
+    "plain_programs",
+    "project_step",
+    "run_step",
+    "without_repeats",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +230,7 @@ def project_step(
         retains: true if the residuals of the forward pass outlast the backward pass (``retain_graph=True``).
     """
     if not exactly:
-        region = replace(region, segments=[_summed(segment, problem) for segment in region.segments])
+        region = replace(region, segments=[without_repeats(segment, problem) for segment in region.segments])
     machine = machine or TracingMachine(on_host=problem.resources.on_host)
     run_step(problem, region, machine, retains=retains)
     return Projection(
@@ -282,10 +291,10 @@ def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
     return tuple(program for program in segment.programs(problem.sized.training) if program is not None)
 
 
-def _summed(segment: Segment, problem: PlanningProblem) -> Segment:
+def without_repeats(segment: Segment, problem: PlanningProblem) -> Segment:
     """The segment without repeated work in its projection."""
     if isinstance(segment, TiledSegment):
-        return _AnalyticSegment(segment, problem)
+        return AnalyticSegment(segment, problem)
     if isinstance(segment, SampleSegment):
         return _DistinctChunks(**{each.name: getattr(segment, each.name) for each in fields(segment)})
     return segment
@@ -315,7 +324,7 @@ class _DistinctChunks(SampleSegment):
                 self.run_group_backward(machine, values, grads, first, chunks)
 
 
-class _AnalyticSegment:
+class AnalyticSegment:
     """Tiled segment that adds the numbers of its profile instead of running strips."""
 
     accumulates = True

@@ -156,6 +156,9 @@ def _changes_text(remedy: Remedy, words: Mapping[Setting, Spelling]) -> str:
 
 
 def _filled(text: str, remedy: Remedy) -> str:
+    """The text with the value of the setting; the host memory of a plan that does not fit is no advice."""
+    if "host" in remedy.settings and not remedy.num_bytes:
+        text = text.replace("{size} of ", "").replace("'{text}'", "...").replace(" {text}", " BYTES")
     size = size_at_least(remedy.num_bytes)
     return text.format(size=size, text=size.replace(" ", ""), num_bytes=remedy.num_bytes)
 

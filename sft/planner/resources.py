@@ -110,6 +110,14 @@ class Resources:
         return sum(map(self.sized.value_bytes, values)) + sum(map(self.sized.value_bytes, grads))
 
     @cached_property
+    def step_end_bytes(self) -> int:
+        """Lower bound of the peak of every plan: resident inputs, outputs on the device, and gradients that a step returns, at its end."""
+        graph = self.sized.graph
+        outputs = {name for name in graph.outputs if graph[name].kind == "operator"} - self.host_outputs
+        gradients = (name for name in self.resident_leaves & self.sized.requires_grad if name not in self.from_source)
+        return self.resident_input_bytes + sum(map(self.sized.value_bytes, outputs)) + sum(map(self.sized.value_bytes, gradients))
+
+    @cached_property
     def resident_leaves(self) -> frozenset[str]:
         """Inputs, parameters and buffers with gradients on the device at the end of a step."""
         streamed = frozenset() if self.weights is None else frozenset(self.weights.num_bytes)

@@ -15,6 +15,8 @@ import sft
 from sft.api import memory_limits, proposals
 from sft.cli.main import main
 from sft.common.free_memory import FreeMemory
+from sft.planner import materialize
+from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import COMMAND_LINE, Remedy, budget_error, message_for, with_prefix, with_remedies
 from tests.helpers.models import TinyUNet
 
@@ -192,3 +194,38 @@ class _Frozen(nn.Module):
 
 def test_the_models_own_eval_is_not_called() -> None:
     assert ("norms",) in _remedies(_refusal(_Frozen(), _SHAPE, "4MiB"))
+
+
+def test_a_remedy_that_leaves_the_programs_projects_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is another limit of the same plans; norms, inputs and weights are other problems."""
+    projected: list[object] = []
+    project = materialize._project
+
+    def counted(problem: PlanningProblem, *decisions: object) -> object:
+        projected.append((id(problem.memo), *decisions))
+        return project(problem, *decisions)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(materialize, "_project", counted)
+    kept: list[PlanningProblem] = []  # no id is used again
+    changed = PlanningProblem.with_host_budget
+
+    def noted(problem: PlanningProblem, num_bytes: int | None) -> PlanningProblem:
+        kept.append(problem)
+        return changed(problem, num_bytes)
+
+    monkeypatch.setattr(PlanningProblem, "with_host_budget", noted)
+    _refusal(_normed(), _SHAPE, 1)
+    assert kept and any(key[0] == id(kept[0].memo) for key in projected)  # type: ignore[index]
+    assert len(projected) == len(set(projected))
+
+
+def test_host_memory_of_a_plan_that_does_not_fit_has_no_value() -> None:
+    error = budget_error("The budget is 1 B.", 9, [Remedy(settings=("host",), needed_bytes=5), Remedy(settings=("budget",), num_bytes=9)])
+    assert "With host memory (Options(host_budget=...)) it still needs 5 B." in str(error)
+    assert "With host memory (--host-budget BYTES) it still needs 5 B." in message_for(error, COMMAND_LINE)
+
+
+def test_changes_together_are_no_remedy_if_they_do_not_fit() -> None:
+    error = _refusal(_normed(), _SHAPE, 1)
+    assert error.remedies and not _remedies(error)
+    assert all(len(remedy.settings) == 1 for remedy in error.remedies)

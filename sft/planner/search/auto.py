@@ -9,6 +9,7 @@ that one takes its place. So a budget of the smallest plan's peak always has a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -17,7 +18,7 @@ import numpy as np
 from sft.planner.cost.device_rates import DeviceRates, num_calls
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.cost.tiling import choose_panel_cols
-from sft.planner.materialize import ProjectedPlan, materialize
+from sft.planner.materialize import ProjectedPlan, least_peak_bytes, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
@@ -75,6 +76,8 @@ class AutoSearch:
                 yield separate
 
     def _unseparated(self, room_bytes: int) -> Iterator[ProjectedPlan]:
+        if self._problem.resources.step_end_bytes > room_bytes:
+            return
         fitting = self._fitting(room_bytes)
         yield from (plan for _, plan in fitting)
         if not self._options.is_automatic or self._options.tile is not None:
@@ -98,21 +101,28 @@ class AutoSearch:
         resources = self._problem.resources
         return self._may_tile and self._problem.sized.training and resources.weights is None and not resources.host_outputs
 
-    def smallest(self) -> ProjectedPlan:
-        """The plan with the smallest peak that this search knows."""
+    def smallest(self, room_bytes: float = math.inf) -> ProjectedPlan | None:
+        """The plan with the smallest peak that this search knows.
+
+        With a room it is that plan if it fits; if it does not, a larger one or ``None``, as plans that surely do not fit are left out.
+        """
         problem, grids = self._problem, [*self._grids()]
-        plans = [*_smallest_projected(problem, grids), *_smallest_projected(problem, self._streaming_grids(grids))]
+        plans = [*_smallest_projected(problem, grids, room_bytes), *_smallest_projected(problem, self._streaming_grids(grids), room_bytes)]
         if self._samples is not None:
             plans.append(self._samples.smallest())
         if self._windows is not None:
             plans += self._windows.smallest()
+        # Estimates above the room are no proof that a plan does not fit.
+        most_bytes = problem.limits.optimal_bytes_factor * room_bytes
         heads = self._tiled_heads(grids, 0)
         if heads is not None:
-            plans += smallest_staged_plans(heads, min(plan.projection.peak_bytes for plan in plans))
-            plans += smallest_offloaded_tails(heads.staged, grids, min(plan.projection.peak_bytes for plan in plans))
+            plans += smallest_staged_plans(heads, _least_peak(plans, most_bytes))
+            plans += smallest_offloaded_tails(heads.staged, grids, _least_peak(plans, most_bytes))
         if self._may_tile:
-            plans += smallest_tile_plans(problem, grids[0], min(plan.projection.peak_bytes for plan in plans))
-        best = _smallest_plan(plans)
+            plans += smallest_tile_plans(problem, grids[0], _least_peak(plans, most_bytes))
+        best = _smallest_plan(plans) if plans else None
+        if best is None or best.projection.peak_bytes > room_bytes:
+            return best
         while fitting := self._fitting(best.projection.peak_bytes - 1):
             best = _smallest_plan([plan for _, plan in fitting])
         return best
@@ -120,6 +130,8 @@ class AutoSearch:
     def _fitting(self, room_bytes: int) -> list[tuple[float, ProjectedPlan]]:
         """Plans that fit, with their costs, including the cheapest one known."""
         problem, rates = self._problem, self._rates
+        if problem.resources.step_end_bytes > room_bytes:
+            return []
         plain = self._plain(room_bytes)
         if plain is not None and self._is_near_optimal:
             return [plain]
@@ -258,6 +270,11 @@ class AutoSearch:
         return StagedModel.of(self._problem, self._rates)
 
 
+def _least_peak(plans: Sequence[ProjectedPlan], most_bytes: float) -> float:
+    """The smallest peak of some plans, at most so many bytes."""
+    return min([most_bytes, *(plan.projection.peak_bytes for plan in plans)])
+
+
 def _smallest_plan(plans: Sequence[ProjectedPlan]) -> ProjectedPlan:
     return min(plans, key=lambda plan: plan.projection.peak_bytes)
 
@@ -281,8 +298,11 @@ def _cheapest_or_offloaded(problem: PlanningProblem, fitting: Sequence[tuple[flo
     return plans[0] if len(plans) == 1 else by_time(problem, plans, rates)[0]
 
 
-def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]) -> Iterator[ProjectedPlan]:
-    """The candidate of least estimated peak over all grids; further ones while the estimates leave room for a smaller plan."""
+def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid], room_bytes: float) -> Iterator[ProjectedPlan]:
+    """The candidate of least estimated peak over all grids; further ones while the estimates leave room for a smaller plan.
+
+    Candidates of which the bound shows that they are not smaller, or do not fit into the room, are left out.
+    """
     small = sorted(((candidate, grid) for grid in grids for candidate in grid.smallest()), key=lambda pair: pair[0].peak_bytes)
     limits = problem.limits
     num_tried = limits.num_smallest_of_few if len(problem.sized.graph.operators) <= limits.few_operators else limits.num_smallest
@@ -290,7 +310,13 @@ def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]
     for candidate, grid in small[:num_tried]:
         if candidate.peak_bytes > (1 + error) * limits.smaller_bytes_share * best_bytes:
             return
-        plan = materialize(problem, grid.choices(candidate))
+        choices = grid.choices(candidate)
+        limit_bytes = min(best_bytes, room_bytes + 1)
+        least_bytes = least_peak_bytes(problem, choices) if math.isfinite(limit_bytes) else 0
+        if least_bytes >= limit_bytes:
+            error = max(error, least_bytes / max(1.0, candidate.peak_bytes) - 1)
+            continue
+        plan = materialize(problem, choices)
         needed = plan.projection.peak_bytes
         error = max(error, abs(needed / max(1.0, candidate.peak_bytes) - 1))
         if problem.resources.fits_host(plan.projection.host_bytes):

@@ -167,7 +167,7 @@ def cheaper_tile_plans(
                 break
 
 
-def smallest_tile_plans(problem: PlanningProblem, candidates: CandidateGrid, known_bytes: int) -> Iterator[ProjectedPlan]:
+def smallest_tile_plans(problem: PlanningProblem, candidates: CandidateGrid, known_bytes: float) -> Iterator[ProjectedPlan]:
     """Plans in tiles with smaller and smaller peaks below that of a known plan; independent of the budget."""
     untiled = candidates.estimates.untiled
     most_flops = problem.limits.max_tile_flops * untiled.plain_flops
@@ -186,7 +186,7 @@ def smallest_tile_plans(problem: PlanningProblem, candidates: CandidateGrid, kno
                 yield plan
 
 
-def _exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: int) -> bool:
+def _exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: float) -> bool:
     """True if values between segments, or the untiled operators after them, need too many bytes with every grid."""
     if min_plan_bytes(problem, choices) > room_bytes:
         return True
@@ -196,12 +196,12 @@ def _exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], ca
     )
 
 
-def _is_too_coarse(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: int) -> bool:
+def _is_too_coarse(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: float) -> bool:
     """True if one tile should need more than the room."""
     return problem.limits.min_tile_share * float(candidates.estimates.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
 
 
-def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:
+def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], room_bytes: float) -> bool:
     """True if one tile, lowered first, needs more than the room: at a padded side of the image, halfway down."""
     region = build_region(problem, choices)
     for segment, makes in zip(region.segments, region.writes, strict=True):

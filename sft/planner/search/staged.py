@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sft.common.errors import BudgetError
-from sft.planner.materialize import ProjectedPlan, materialize
+from sft.planner.materialize import ProjectedPlan, least_peak_bytes, materialize
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.planner.search.published import JOINT_SOLVER, ProjectedSchedule, smallest_schedule, solve_staged
@@ -153,7 +153,7 @@ def _tail_proposal(tail: TiledHeadOffload, schedule: Schedule) -> TiledHeadOfflo
     return None if proposal is None or replace(region, custom_schedule=proposal.order).liveness.copy_error() is not None else proposal
 
 
-def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid], best_bytes: int) -> Iterator[ProjectedPlan]:
+def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid], best_bytes: float) -> Iterator[ProjectedPlan]:
     """Plans with a tiled head and an offloaded tail that should need fewer bytes than ``best_bytes``."""
     problem = staged.problem
     if problem.resources.host_budget_bytes == 0:
@@ -163,18 +163,21 @@ def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid]
         proposal = _tail_proposal(tail, schedule)
         if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
             continue
+        if least_peak_bytes(problem, proposal.choices, proposal.order) >= best_bytes:
+            continue
         plan = materialize(problem, proposal.choices, proposal.order)
         if problem.resources.fits_host(plan.projection.host_bytes):
             best_bytes = min(best_bytes, plan.projection.peak_bytes)
             yield plan
 
 
-def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: int) -> Iterator[ProjectedPlan]:
+def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: float) -> Iterator[ProjectedPlan]:
     """Plans of least memory with recomputed or offloaded stages, if these come near ``best_bytes``."""
     staged, proposal = heads.staged, heads.smallest()
     if proposal is None or proposal.peak_bytes > staged.problem.limits.optimal_bytes_factor * best_bytes:
         return
-    yield materialize(staged.problem, proposal.choices, proposal.order)
+    if least_peak_bytes(staged.problem, proposal.choices, proposal.order) < best_bytes:
+        yield materialize(staged.problem, proposal.choices, proposal.order)
     limits, may_copy = staged.problem.limits, staged.problem.resources.host_budget_bytes != 0
     for name in (*limits.smallest_solvers, *(limits.offload_solvers if may_copy else ())):
         plan = scheduled_plan(staged, smallest_schedule(staged, name))

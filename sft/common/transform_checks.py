@@ -33,7 +33,6 @@ __all__ = [
     "break_graph_where_compiled",
     "dynamo_disabled",
     "not_inlined",
-    "refuse_after_failure",
     "refuse_batched_grads",
     "refuse_cached_updates",
     "refuse_tracing",
@@ -109,19 +108,6 @@ def refuse_cached_updates(paths: Iterable[str]) -> None:
                 for path in updated
             ]
         )
-
-
-def refuse_after_failure(residuals: Any) -> None:
-    """Refuse a second backward pass after one that failed. After one that succeeded, autograd has freed its residuals and raises itself.
-
-    Args:
-        residuals: values that the backward pass needs of the forward pass; ``None`` once a failed pass has released them.
-
-    Raises:
-        RuntimeError: they are released.
-    """
-    if residuals is None:
-        raise RuntimeError("an earlier backward pass of this call failed and freed the residuals of the forward pass; call the model again")
 
 
 @contextmanager

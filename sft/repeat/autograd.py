@@ -16,13 +16,14 @@ from torch import Tensor
 
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph
-from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
+from sft.common.transform_checks import refuse_batched_grads
 from sft.kernels.rng.philox import KeyWord
 from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan
 from sft.solvers.schedule import Operation, activation_name, grad_name
 from sft.torch_runtime.backward_checks import check_unmodified, unneeded_grads
+from sft.torch_runtime.failed_passes import refuse_after_failure
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_settings import autocast_disabled
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sft.common.torch_internals import will_engine_execute
-from sft.common.transform_checks import refuse_after_failure
 from sft.runtime.region import Tape
+from sft.torch_runtime.failed_passes import refuse_after_failure
 
 __all__ = ["check_before_backward", "check_unmodified", "engine_will_execute", "unneeded_grads"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.machine import TorchMachine
 
-__all__ = ["quiesced_on_error", "running"]
+__all__ = ["quiesced_on_error", "refuse_after_failure", "running"]
 
 
 @contextlib.contextmanager
@@ -34,6 +35,19 @@ def quiesced_on_error(offloader: HostOffloader | None) -> Iterator[None]:
         if offloader is not None:
             offloader.quiesce()
         raise
+
+
+def refuse_after_failure(residuals: Any) -> None:
+    """Refuse a second backward pass after one that failed. After one that succeeded, autograd has freed its residuals and raises itself.
+
+    Args:
+        residuals: values that the backward pass needs of the forward pass; ``None`` once a failed pass has released them.
+
+    Raises:
+        RuntimeError: they are released.
+    """
+    if residuals is None:
+        raise RuntimeError("an earlier backward pass of this call failed and freed the residuals of the forward pass; call the model again")
 
 
 def _clear_frames(error: BaseException) -> None:

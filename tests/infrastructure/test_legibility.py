@@ -30,12 +30,61 @@ _MAX_LINES, _SMALL_LINES = 450, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Definition:
+    """A class or function at the top of a module."""
+
+    name: str
+    line: int
+    is_class: bool
+    has_docstring: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Module:
-    """A module: place, text and syntax tree."""
+    """A module without its syntax tree: the trees of all modules would be millions of objects, which every garbage collection visits.
+
+    Attributes:
+        place: path in the repository.
+        text: source.
+        docstrings: line and text of each docstring.
+        definitions: classes and functions at its top.
+        lines_of_found: lines of functions with a local variable ``found``.
+    """
 
     place: str
     text: str
-    tree: ast.Module
+    docstrings: tuple[tuple[int, str], ...]
+    definitions: tuple[_Definition, ...]
+    lines_of_found: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> _Module:
+        """The module in a file."""
+        text = path.read_text()
+        tree = ast.parse(text)
+        documented = [
+            node for node in _statements(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
+        docstrings = [(getattr(node, "lineno", 1), ast.get_docstring(node)) for node in documented]
+        own = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        has_found = re.search(r"\bfound\b", text) is not None
+        return cls(
+            place=str(path.relative_to(_ROOT)),
+            text=text,
+            docstrings=tuple((line, docstring) for line, docstring in docstrings if docstring),
+            definitions=tuple(
+                _Definition(
+                    name=node.name, line=node.lineno, is_class=isinstance(node, ast.ClassDef), has_docstring=bool(ast.get_docstring(node))
+                )
+                for node in own
+            ),
+            lines_of_found=tuple(
+                node.lineno
+                for node in (documented if has_found else ())
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                and any(isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == "found" for each in ast.walk(node))
+            ),
+        )
 
     @property
     def name(self) -> str:
@@ -50,19 +99,6 @@ class _Module:
         return self.text.count("\n")
 
 
-@functools.cache
-def _modules(tops: tuple[str, ...] = _PRODUCT) -> tuple[_Module, ...]:
-    """All modules of some folders; the links in ``sft/`` are not followed."""
-    paths = [path for top in tops for path in sorted((_ROOT / top).rglob("*.py"))]
-    own = [path for path in paths if not any(parent.is_symlink() for parent in path.parents if _ROOT in parent.parents)]
-    return tuple(_Module(place=str(path.relative_to(_ROOT)), text=path.read_text(), tree=ast.parse(path.read_text())) for path in own)
-
-
-def _named_modules() -> list[_Module]:
-    """Modules other than ``__init__`` and ``__main__``."""
-    return [module for module in _modules() if module.name not in ("__init__", "__main__")]
-
-
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """A module, class or function and the statements in it, at any depth; no expressions, which are most of a tree."""
     yield node
@@ -73,14 +109,21 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @functools.cache
-def _docstrings(tops: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _modules(tops: tuple[str, ...] = _PRODUCT) -> tuple[_Module, ...]:
+    """All modules of some folders; the links in ``sft/`` are not followed."""
+    paths = [path for top in tops for path in sorted((_ROOT / top).rglob("*.py"))]
+    own = [path for path in paths if not any(parent.is_symlink() for parent in path.parents if _ROOT in parent.parents)]
+    return tuple(map(_Module.read, own))
+
+
+def _named_modules() -> list[_Module]:
+    """Modules other than ``__init__`` and ``__main__``."""
+    return [module for module in _modules() if module.name not in ("__init__", "__main__")]
+
+
+def _docstrings(tops: tuple[str, ...]) -> list[tuple[str, str]]:
     """Place and text of every docstring in some folders."""
-    return tuple(
-        (f"{module.place}:{getattr(node, 'lineno', 1)}", docstring)
-        for module in _modules(tops)
-        for node in _statements(module.tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (docstring := ast.get_docstring(node))
-    )
+    return [(f"{module.place}:{line}", docstring) for module in _modules(tops) for line, docstring in module.docstrings]
 
 
 def _places_with(words: set[str], limit_per_1000: float, tops: tuple[str, ...]) -> list[str]:
@@ -106,29 +149,29 @@ def test_docstrings_name_things(tops: tuple[str, ...], indefinite: float) -> Non
 
 
 def test_no_persons_and_vague_positions() -> None:
-    tops = (*_PRODUCT, *_TESTS, *_SCRIPTS)
-    texts = list(_docstrings(tops))
-    texts += [(f"{module.place}: {match['text']}", match["text"]) for module in _modules(tops) for match in _COMMENT.finditer(module.text)]
+    groups = _PRODUCT, _TESTS, _SCRIPTS
+    texts = [item for tops in groups for item in _docstrings(tops)]
+    comments = ((module.place, match["text"]) for tops in groups for module in _modules(tops) for match in _COMMENT.finditer(module.text))
+    texts += [(f"{place}: {text}", text) for place, text in comments]
     pages = [*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md"), *(_ROOT / "tests").rglob("*.md")]
     texts += [(str(path.relative_to(_ROOT)), path.read_text()) for path in pages]
-    assert not [place for place, text in texts if _EXCLUDED & set(re.findall(r"[a-z_']+", text.lower()))]
+    excluded = re.compile(rf"(?<![a-z_'])(?:{'|'.join(sorted(_EXCLUDED))})(?![a-z_'])")
+    assert not [place for place, text in texts if excluded.search(text.lower())]
 
 
 def test_public_definitions_have_docstrings() -> None:
-    definitions = [(module.place, node) for module in _modules() for node in module.tree.body]
+    definitions = [(module.place, each) for module in _modules() for each in module.definitions]
     assert not [
-        f"{place}:{node.lineno} {node.name}"
-        for place, node in definitions
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_") and not ast.get_docstring(node)
+        f"{place}:{each.line} {each.name}" for place, each in definitions if not each.name.startswith("_") and not each.has_docstring
     ]
 
 
 def test_a_class_name_is_defined_once() -> None:
     places: dict[str, set[str]] = defaultdict(set)
     for module in _modules():
-        for node in module.tree.body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].add(module.place)
+        for each in module.definitions:
+            if each.is_class:
+                places[each.name].add(module.place)
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
@@ -148,14 +191,7 @@ def test_modules_are_neither_long_nor_tiny() -> None:
 
 
 def test_locals_are_not_named_found() -> None:
-    functions = [
-        f"{module.place}:{node.lineno}"
-        for module in _modules()
-        if re.search(r"\bfound\b", module.text)
-        for node in _statements(module.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and any(isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == "found" for each in ast.walk(node))
-    ]
+    functions = [f"{module.place}:{line}" for module in _modules() for line in module.lines_of_found]
     assert len(functions) <= 40, functions
 
 

@@ -121,14 +121,29 @@ class PlanningProblem:
         """Those of some global tensors that are in the memory layout in which the programs of a segment compute their gradients.
 
         Gradients of convolutions' weights are channels last, as the images are, except in double precision those of 3-d convolutions, which
-        are contiguous. Where layouts are left to torch and all weights are contiguous, all of their gradients are contiguous.
+        are contiguous. Where layouts are left to torch and all parameters are contiguous, those of convolutions' weights are contiguous.
         """
-        sized, nodes = self.sized, self.sized.graph.nodes
+        sized = self.sized
         in_layout = {name for name in sized.weights_in_layout if not _is_of_volume_convolution(sized.shapes[name])}
-        weights = {node.name for node in nodes if node.kind == "parameter"}
-        if not tiled and self.keeps_torch_layouts and weights == sized.row_major_weights:
-            in_layout = weights
+        if not tiled and self.keeps_torch_layouts:
+            in_layout |= self._contiguous_weights_of_convolutions
         return frozenset(name for name in names if name in in_layout or sized.graph[name].kind == "operator")
+
+    @cached_property
+    def _contiguous_weights_of_convolutions(self) -> frozenset[str]:
+        """Parameters that only convolutions read, as weights, if all parameters are contiguous; gradients of images have other layouts."""
+        graph, rows = self.sized.graph, self.sized.phases.rows
+        parameters = {node.name for node in graph.nodes if node.kind == "parameter"}
+        if parameters != self.sized.row_major_weights:
+            return frozenset()
+
+        def is_weight(name: str, user: str) -> bool:
+            if user not in rows or rows[user].name not in _CONVOLUTIONS:
+                return False
+            images, weights = (set(refs_in(graph[user].argument(key))) for key in ("input", "weight"))
+            return name in weights and name not in images
+
+        return frozenset(name for name in parameters if all(is_weight(name, user) for user in graph.users[name]))
 
 
 def _is_of_volume_convolution(shape: Sequence[int]) -> bool:

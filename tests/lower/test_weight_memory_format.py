@@ -79,6 +79,28 @@ def test_gradients_of_contiguous_weights_are_not_copied_where_layouts_are_left_t
     assert all(slot is not None and len(slot.shape) == 1 for slot in copied)
 
 
+class _Positions(nn.Module):
+    """A parameter with the shape of an image, whose gradient is a transposed image: a norm over channels follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = _wide(), nn.LayerNorm(64)
+        self.positions = nn.Parameter(torch.randn(1, 64, 6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm((self.net(x) + self.positions).permute(0, 2, 3, 1))
+        return normed.permute(0, 3, 1, 2)
+
+
+def test_gradients_of_parameters_that_are_images_have_their_layout() -> None:
+    model = seeded(_Positions)
+    assert _problem(copy.deepcopy(model), 8).keeps_torch_layouts
+    net, x = sft.compile(copy.deepcopy(model).float(), (1, 3, 8, 8), budget="1GiB"), torch.randn(1, 3, 8, 8)
+    (gradient,) = torch.autograd.grad(net(x).square().sum(), [net.positions])
+    assert gradient.stride() == net.positions.stride()
+    assert_exact(model, image(1, 3, 8, 8), budget="1GiB")
+
+
 def test_a_weight_in_a_new_layout_gets_a_new_plan() -> None:
     """Its gradient has the weight's layout and is exact, before and after."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()

@@ -26,6 +26,7 @@ from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.class_labels import check_label_dtype
 from sft.analysis.frontend.constants.tracking import ConstantTracker
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
+from sft.analysis.frontend.module_state import override_attributes
 from sft.analysis.frontend.replacement_functions import OTHER_FORMS
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor, check_registrations, forbid_external_rng
 from sft.analysis.frontend.source_location import current_location
@@ -79,14 +80,8 @@ def track_grad_modes(model: nn.Module, guards: CallModeGuards, tracker: Constant
         nonlocal is_running
         is_running = False
 
-    instance_forward = vars(model).get("forward")
-    vars(model)["forward"] = forward
-    try:
+    with override_attributes({(model, "forward"): forward}):
         yield unregistered
-    finally:
-        del vars(model)["forward"]
-        if instance_forward is not None:
-            vars(model)["forward"] = instance_forward
 
 
 @contextlib.contextmanager

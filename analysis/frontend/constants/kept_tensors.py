@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from sft.analysis.frontend.constants.tracking import ConstantTracker
+from sft.analysis.frontend.module_state import override_attributes
 from sft.analysis.frontend.state_snapshot import is_user_object, user_attributes
 from sft.common.torch_internals import pytree, storage_id
 
@@ -87,7 +88,7 @@ def watch_kept_tensors(model: nn.Module, tracker: ConstantTracker) -> Iterator[l
         model: the model.
         tracker: knows the values of the call that do not depend on its inputs.
     """
-    inner, instance_forward = model.forward, vars(model).get("forward")
+    inner = model.forward
     calls: list[KeptTensors] = []
     level = 0
 
@@ -104,13 +105,8 @@ def watch_kept_tensors(model: nn.Module, tracker: ConstantTracker) -> Iterator[l
             calls.append(_KeptSearch(tracker, [tensor for _, tensor in before], result).run(model))
         return result
 
-    vars(model)["forward"] = forward
-    try:
+    with override_attributes({(model, "forward"): forward}):
         yield calls
-    finally:
-        del vars(model)["forward"]
-        if instance_forward is not None:
-            vars(model)["forward"] = instance_forward
 
 
 class ReturnsKept(nn.Module):

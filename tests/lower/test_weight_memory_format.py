@@ -94,7 +94,11 @@ class _Positions(nn.Module):
 
 def test_gradients_of_parameters_that_are_images_have_their_layout() -> None:
     model = seeded(_Positions)
-    assert _problem(copy.deepcopy(model), 8).keeps_torch_layouts
+    problem = _problem(copy.deepcopy(model), 8)
+    assert problem.keeps_torch_layouts
+    images = [node.name for node in problem.sized.graph.nodes if node.kind == "parameter" and len(problem.sized.shapes[node.name]) == 4]
+    in_layout = problem.globals_in_layout(images, tiled=False)
+    assert {problem.sized.shapes[name] for name in in_layout} == {(64, 3, 3, 3), (64, 64, 3, 3)}, "the positions are not among them"
     net, x = sft.compile(copy.deepcopy(model).float(), (1, 3, 8, 8), budget="1GiB"), torch.randn(1, 3, 8, 8)
     (gradient,) = torch.autograd.grad(net(x).square().sum(), [net.positions])
     assert gradient.stride() == net.positions.stride()

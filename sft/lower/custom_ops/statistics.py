@@ -200,7 +200,7 @@ def channel_sums(self: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums over all dimensions but the channels, of images channels last.
 
     ATen reduces a matrix of many rows and few columns slowly. Rows are taken together to a wide row: the sums of its columns are computed
-    first, and then added up for each channel. On an H200 the sums of 67 million elements of bfloat16 in 128 channels take 51 instead of 231
+    first, and then added up for each channel. On an H200 the sums of 67 million elements of bfloat16 in 128 channels take 53 instead of 231
     microseconds (``benchmarks/results/*-h200-gpu-rates.md``). Few elements are summed at once, as each call takes time on the host.
     """
     channels = self.shape[1]

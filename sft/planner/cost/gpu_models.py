@@ -91,7 +91,7 @@ H200 = replace(
         ConvolutionRates(channels=3, forward=20e12, data=17e12, weight=23e12),
         ConvolutionRates(channels=32, forward=192e12, data=190e12, weight=61e12),
         ConvolutionRates(channels=64, forward=458e12, data=412e12, weight=436e12),
-        ConvolutionRates(channels=128, forward=688e12, data=663e12, weight=689e12),
+        ConvolutionRates(channels=128, forward=688e12, data=663e12, weight=640e12),
         ConvolutionRates(channels=256, forward=753e12, data=757e12, weight=721e12),
         ConvolutionRates(channels=512, forward=786e12, data=725e12, weight=449e12),
     ),

@@ -91,17 +91,29 @@ class DevicePool:
 
 
 def prepare_cublas(device: torch.device) -> None:
-    """Let cuBLAS allocate its workspace for this thread and the current stream, which it keeps, so that it does not lie in a pool.
+    """Let cuBLAS and cuBLASLt allocate their workspaces for this thread and the current stream, which they keep, outside of any pool.
 
     Cached memory returns to the device before the first one: the workspace would divide a larger block of a tensor, whose segment it then
     occupies. On an H200 a workspace of 32 MiB occupied 50 MiB (``benchmarks/results/2026-11-27-h200-gpu-steps.md``).
     """
     place = (threading.get_ident(), device, torch.cuda.current_stream(device).cuda_stream)
     with torch.cuda.device(device):
-        if place not in _PREPARED:
+        is_prepared = place in _PREPARED
+        if not is_prepared:
             torch.cuda.empty_cache()
-            _PREPARED.add(place)
         torch.cuda.current_blas_handle()
+        if not is_prepared:
+            _add_product(device)
+            _PREPARED.add(place)
+
+
+def _add_product(device: torch.device) -> None:
+    """Multiply with a bias, by cuBLASLt; its tensors have a pool of their own, so that the workspaces of two threads share a segment."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, device):
+        bias, matrix = torch.zeros(16, device=device), torch.zeros(16, 16, device=device)
+        result = torch.empty_like(matrix)
+    torch.addmm(bias, matrix, matrix, out=result)
 
 
 def reserve_pool(device: torch.device, segments: tuple[int, ...]) -> Any:

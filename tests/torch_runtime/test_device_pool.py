@@ -51,6 +51,7 @@ class _FakeCuda:
             return self.num_pools
 
         patch.setattr("sft.torch_runtime.device_pool._PREPARED", set())
+        patch.setattr("sft.torch_runtime.device_pool._add_product", lambda device: self.calls.append("product"))
         patch.setattr(torch, "empty", record)
         for name, value in {
             "device": device_of,
@@ -75,8 +76,9 @@ def test_segments_are_reserved_before_the_first_step_and_for_larger_plans(monkey
             cuda.calls.append("step")
         return cuda.take()
 
-    first = ["empty cache", "blas", "empty cache", "enter 1", "allocate 30", "allocate 20", "leave 1", "enter 1", "step", "leave 1"]
-    assert step(30, 20) == first  # cuBLAS' workspace and cached memory come before the pool
+    first = ["empty cache", "blas", "product", "empty cache", "enter 1", "allocate 30", "allocate 20", "leave 1"]
+    first += ["enter 1", "step", "leave 1"]
+    assert step(30, 20) == first  # workspaces of cuBLAS and cached memory come before the pool
     for smaller in ((30, 20), (20, 30), (25,), (15, 29), ()):
         assert step(*smaller) == ["blas", "enter 1", "step", "leave 1"], smaller
     for larger in ((31,), (25, 25), (1, 1, 1)):
@@ -103,9 +105,9 @@ def test_one_thread_at_a_time_enters_the_pool(monkeypatch: pytest.MonkeyPatch) -
             pass
         thread.start()
         assert not entered.wait(0.1)
-        assert cuda.take() == ["empty cache", "blas", "empty cache", "enter 1", "leave 1", "enter 1"]
+        assert cuda.take() == ["empty cache", "blas", "product", "empty cache", "enter 1", "leave 1", "enter 1"]
     thread.join(10)
-    assert entered.is_set() and cuda.take() == ["leave 1", "empty cache", "blas", "enter 1", "leave 1"]
+    assert entered.is_set() and cuda.take() == ["leave 1", "empty cache", "blas", "product", "enter 1", "leave 1"]
 
 
 def test_segments_that_could_not_be_reserved_are_reserved_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,13 @@ from sft.lower.program import Program
 from sft.lower.steps import Step
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
-from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, uses_products
+from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, lt_workspace_bytes, uses_products
 from sft.planner.measured.event_sequence import AllocationTrace
 from sft.planner.measured.reserved_memory import recorded_tensors, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.measured.step_replay import RecordedTensors
 from sft.planner.problem import PlanningProblem
-from sft.runtime.caching_allocator import AllocatorSettings
+from sft.runtime.caching_allocator import AllocatorSettings, CachingAllocator
 from sft.torch_runtime.device_pool import prepare_cublas
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
@@ -123,9 +123,11 @@ class OverheadEstimator:
         if self._has_scratch:  # a function of several calls may allocate it before its result or after it
             traces.append(record_step(problem, projected.region, self._workspaces, scratch_first=True))
         segments = self._choose_segments(traces, None if records_passes else resident) if has_pool else None
+        library_bytes = 0
         if self._multiplies and self.device is not None:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
+            library_bytes = num_streams * self._segment_bytes([lt_workspace_bytes()] * num_threads)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
         traces += self._resumed_traces(problem, projected, trace.sequence.num_events)
 
@@ -133,7 +135,7 @@ class OverheadEstimator:
             return max(reserved_bytes(each, self.allocator, segments=segments, resident=resident, recorded=recorded) for each in traces)
 
         recorded = min(recorded_tensors(problem).variants(), key=most_bytes) if records_passes else None
-        total_bytes = most_bytes(recorded)
+        total_bytes = most_bytes(recorded) + library_bytes
         if self.cuda_graphs is not None and self.device is not None:
             total_bytes += _GENERATOR_BYTES
         projection = projected.projection
@@ -147,6 +149,13 @@ class OverheadEstimator:
             input_segment_bytes=0 if recorded is None else recorded.input_segment_bytes,
         )
         return replace(projected, projection=projection)
+
+    def _segment_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of the segments of some tensors, which share them with no other ones."""
+        allocator = CachingAllocator(settings=self.allocator)
+        for num_bytes in filter(None, sizes):
+            allocator.allocate(num_bytes)
+        return allocator.reserved_bytes
 
     def _choose_segments(self, traces: Sequence[AllocationTrace], resident: Sequence[int] | None) -> tuple[int, ...] | None:
         """Segments with which none of the traces reserves more than with those chosen for another one; of a recording if ``resident`` is

@@ -1,8 +1,9 @@
-"""Workspaces of cuBLAS: detection of its use, and their bytes.
+"""Workspaces of cuBLAS and cuBLASLt: detection of their use, and their bytes.
 
 PyTorch allocates a workspace for each handle of cuBLAS on each stream when that first multiplies matrices, and keeps it. On a Hopper GPU it
 has 32 MiB. It is allocated before the tensors of the first program that multiplies, in a segment of its own. A training step has two, one
-for each thread; recordings of CUDA graphs, on a stream of their own, have a third. Networks of convolutions need none.
+for each thread; recordings of CUDA graphs, on a stream of their own, have a third. Networks of convolutions need none. Products with a bias
+are computed by cuBLASLt, with a workspace of 1 MiB for each handle on each stream.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sft.common.torch_internals import OpOverload, TorchDispatchMode, multiplies
 from sft.lower.program import Program
 from sft.torch_runtime.device_pool import prepare_cublas
 
-__all__ = ["CublasDetector", "blas_workspace_bytes", "uses_products"]
+__all__ = ["CublasDetector", "blas_workspace_bytes", "lt_workspace_bytes", "uses_products"]
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset(
@@ -99,3 +100,11 @@ def blas_workspace_bytes(device: torch.device) -> int:
         return sum(int(size) * int(count) for size, count in sizes) * _KIB
     is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
     return 32 * _MIB if is_hopper else 8 * _MIB + 128 * _KIB
+
+
+def lt_workspace_bytes() -> int:
+    """Workspace bytes that PyTorch gives cuBLASLt for each thread on each stream; 0 if it uses that of cuBLAS."""
+    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1":
+        return 0
+    num_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return (int(num_kib) if num_kib.isdecimal() else 1024) * _KIB

@@ -19,7 +19,7 @@ import sft
 from sft.common.memory import _CountedStorage, _DispatchMeter
 from sft.common.torch_internals import FakeTensorMode, multiplies_in_convolution, pytree
 from sft.planner.measured.allocator_overhead import OverheadEstimator, _Workspaces
-from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, uses_products
+from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes, lt_workspace_bytes, uses_products
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from sft.torch_runtime.device_pool import DevicePool, PoolLayout
 from sft.torch_runtime.profiling import CACHE_VARIABLE, ProgramBenchmark, run_on_autograd_thread
@@ -142,6 +142,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DevicePool, "use", use)
     monkeypatch.setattr("sft.planner.measured.allocator_overhead.measure_peak", measured)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:3")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
 
 
 def _step(net: nn.Module, x: torch.Tensor) -> Any:
@@ -362,6 +363,11 @@ def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert blas_workspace_bytes(device) == num_bytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert blas_workspace_bytes(device) == (2 * 4096 + 8 * 16) * 2**10
+    assert lt_workspace_bytes() == _MIB
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    assert lt_workspace_bytes() == 2 * _MIB
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+    assert lt_workspace_bytes() == 0
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -425,6 +431,19 @@ def test_cublas_has_workspaces_where_matrices_are_multiplied(gpu: None, monkeypa
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", f":{num_kib}:8")
         totals.append(sft.plan(model, _LARGE_SHAPE).total_bytes)
     assert totals[1] - totals[0] >= 2 * 31 * _MIB if multiplies else totals[1] == totals[0]
+
+
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_products_with_a_bias_have_workspaces_of_their_own(gpu: None, monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    """Those of both threads share a segment of 2 MiB on each of two streams; larger ones are in larger segments."""
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)] if multiplies else []
+    model, totals = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *head), []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:8")
+    for num_kib in (0, 1024, 1025, 12 * 1024):
+        monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", str(num_kib))
+        totals.append(sft.plan(model, _LARGE_SHAPE).total_bytes)
+    added = [(total - totals[0]) / _MIB for total in totals[1:]]
+    assert added == ([4, 40, 48] if multiplies else [0, 0, 0])
 
 
 def test_the_workspace_of_cublas_comes_before_tensors_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.concat import cat_slices
 from sft.lower.custom_ops.statistics import affine_channels
-from sft.lower.custom_ops.windows import average_pool_gradient
+from sft.lower.custom_ops.windows import average_pool_gradient, max_pool_of_one_channel
 from sft.lower.program import Instruction, Port, Slot
 
 __all__ = ["channels_last_slots"]
@@ -46,6 +46,7 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.max_pool2d_with_indices.default: 0,
+    max_pool_of_one_channel: 0,
     aten.max_pool3d_with_indices.default: 0,
     aten.max_pool2d_with_indices_backward.default: 1,
     aten.max_pool3d_with_indices_backward.default: 1,

@@ -21,10 +21,17 @@ from sft.backends.selector import ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
 from sft.kernels.geometry import Geometry
 from sft.kernels.pool.taps import tap_channels
-from sft.lower.custom_ops.windows import average_pool_gradient
+from sft.lower.custom_ops.windows import average_pool_gradient, max_pool_of_one_channel
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools", "match_padded_average_pool_gradients"]
+__all__ = [
+    "AveragePoolCall",
+    "MaxPoolCall",
+    "match_average_pools",
+    "match_max_pools",
+    "match_padded_average_pool_gradients",
+    "match_single_maxima",
+]
 
 aten = torch.ops.aten
 
@@ -183,6 +190,16 @@ def match_padded_average_pool_gradients(context: MatchContext) -> Iterator[Rewri
         scratch_bytes = 2 * math.prod((*out.shape[:2], *extents)) * out.dtype.itemsize + 2 * grad.num_bytes
         gradient = call._replace(function=average_pool_gradient, scratch_bytes=scratch_bytes)
         yield Rewrite(removed=frozenset((at,)), inserted={at: (gradient,)})
+
+
+def match_single_maxima(context: MatchContext) -> Iterator[Rewrite]:
+    """Maximum pools of one channel to one pixel in float64, on a CUDA device: ATen's kernel for channels last fails."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(aten.max_pool2d_with_indices.default)):
+        out = call.outputs[0]
+        if out is not None and out.dtype == torch.float64 and len(out.shape) == 4 and out.shape[1:] == (1, 1, 1):
+            yield Rewrite(removed=frozenset((at,)), inserted={at: (call._replace(function=max_pool_of_one_channel),)})
 
 
 def _rewrite_average_pool(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:

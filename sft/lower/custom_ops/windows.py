@@ -19,6 +19,7 @@ __all__ = [
     "col2im",
     "im2col",
     "kernel_rows",
+    "max_pool_of_one_channel",
     "max_unpool1d",
     "overlap_add",
 ]
@@ -66,6 +67,19 @@ def _window_counts(grad: Tensor, size: int, dim: int, kernel: int, stride: int, 
     starts = torch.arange(grad.shape[dim], device=grad.device) * stride - padding
     border = padding if counts_padding else 0
     return ((starts + kernel).clamp_max(size + border) - starts.clamp_min(-border)).to(grad.dtype)
+
+
+def max_pool_of_one_channel(
+    self: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool
+) -> tuple[Tensor, Tensor]:
+    """``max_pool2d_with_indices`` of images with one channel, with the strides of contiguous images; arguments as of ATen's operator.
+
+    The memory is the same in both formats. ATen's CUDA kernel for channels last fails on float64 ("misaligned address") where a block has
+    a single thread: it stores the maxima after the indices, which are 4 bytes each.
+    """
+    planes = self.squeeze(1).unsqueeze(1)  # the stride of the channel becomes that of an image
+    result: tuple[Tensor, Tensor] = aten.max_pool2d_with_indices.default(planes, kernel_size, stride, padding, dilation, ceil_mode)
+    return result
 
 
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:

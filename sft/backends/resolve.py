@@ -5,7 +5,8 @@
 - ``"triton"``: every kernel that computes the same as the operators that it replaces. Without a GPU this is for tests, under Triton's
   interpreter.
 - ``"auto"``: the kernels that were measured to be faster, and verified, on this GPU with this Triton (:mod:`sft.backends.autotune.table`),
-  in plans that they make faster (:mod:`sft.planner.measured.fitted_plan`). Without measurements it is ``"aten"``.
+  in plans that they make faster (:mod:`sft.planner.measured.fitted_plan`). Without measurements it is ``"aten"``. An H200 has some that
+  come with the library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from sft.backends.autotune.benchmark import compiler_version
-from sft.backends.autotune.table import TableSelector, find_table
+from sft.backends.autotune.table import TableSelector, known_table
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
 from sft.backends.selector import AlwaysKernel, KernelSelector
@@ -53,7 +54,7 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = (), d
         check_triton(device)
         selector = AlwaysKernel(allows_tf32=allows_tf32(device))
     elif name == "auto" and device.type == "cuda" and has_triton():
-        table = find_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
+        table = known_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
         selector = None if table is None else TableSelector(table=table, allows_tf32=allows_tf32(device))
     if selector is None:
         return None if fusion_device is None else KernelBackend(selector=None, fusion_device=fusion_device)

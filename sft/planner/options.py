@@ -50,8 +50,8 @@ class Options:
             ``"recompute"``: independent tiles that each compute their halo.
         backend: implementation of the operators: ``"aten"`` for PyTorch's own; ``"triton"`` for our kernels wherever one computes the same
             (on the CPU only under Triton's interpreter, ``TRITON_INTERPRET=1``); ``"auto"`` for the kernels that were measured to be
-            faster on this GPU (``python -m sft tune``), and PyTorch's own operators otherwise. On a GPU, a convolution that a ReLU follows
-            is one call of cuDNN with every backend (``docs/exactness.md``).
+            faster on this GPU (``python -m sft tune``; an H200 has measurements that come with the library), and PyTorch's own operators
+            otherwise. On a GPU, a convolution that a ReLU follows is one call of cuDNN with every backend (``docs/exactness.md``).
         tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces tiling even if the untiled model would fit.
             A ``cols`` of ``None`` is the full width.
         state_every: keep the state of the sweep every so many strips.

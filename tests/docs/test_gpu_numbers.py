@@ -122,7 +122,7 @@ def test_steps_on_an_h200() -> None:
     for words, budget, case in rows:
         assert _row(steps[case], words, budget) in text, case
     tuned = {step["name"]: f"{1e3 * step['seconds'][1]:.1f} ms" for step in results["steps"] if step["backend"] == "auto"}
-    assert f"U-Net takes {tuned['u-net step in 1 GiB']} in 1 GiB and {tuned['u-net step in 700 MiB']} in 700 MiB" in text
+    assert f"the U-Net takes {tuned['u-net step in 1 GiB']} in 1 GiB and {tuned['u-net step in 700 MiB']} in 700 MiB" in text
     wrong = {
         step["name"]: round(100 * (step["reserved_bytes"] / step["projected_reserved_bytes"] - 1), 1)
         for step in results["steps"]

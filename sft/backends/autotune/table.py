@@ -5,7 +5,8 @@ limit of its number format and ATen's error. A class without an entry (never mea
 name and one version of Triton and its assembler, since these determine the speed and the correctness of a kernel; tables of other versions
 are ignored.
 
-A file is JSON: a header and a list of entries. It is written to a temporary file and renamed, so a table is never incomplete.
+A file is JSON: a header and a list of entries. It is written to a temporary file and renamed, so a table is never incomplete. The library
+comes with tables of GPUs that it was measured on; entries of ``python -m sft tune`` replace theirs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
 from sft.kernels.common import LaunchVariant
 
-__all__ = ["ERROR_LIMITS", "KernelTable", "TableEntry", "TableSelector", "error_limit", "find_table", "table_name"]
+__all__ = ["ERROR_LIMITS", "KernelTable", "TableEntry", "TableSelector", "error_limit", "find_table", "known_table", "table_name"]
 
 _FORMAT_VERSION = 1
+#: Tables that come with the library.
+_PROVIDED_FOLDER = Path(__file__).resolve().with_name("tables")
 
 
 def _truncation_error(num_bits: int) -> float:
@@ -218,6 +221,18 @@ def find_table(folders: Sequence[Path], device: str, triton: str) -> KernelTable
             raise InputError(f"{path} is for {table.device} and Triton {table.triton}, not for {device} and {triton}; delete it")
         return table
     return None
+
+
+def known_table(folders: Sequence[Path], device: str, triton: str) -> KernelTable | None:
+    """The table that comes with the library, with the entries of the one in the folders; None if there is neither.
+
+    Raises:
+        InputError: as :func:`find_table`.
+    """
+    measured, provided = find_table(folders, device, triton), find_table([_PROVIDED_FOLDER], device, triton)
+    if measured is None or provided is None:
+        return measured or provided
+    return provided.including(measured.entries)
 
 
 @dataclass(frozen=True, kw_only=True)

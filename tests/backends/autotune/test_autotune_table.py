@@ -17,7 +17,16 @@ import sft
 from sft.backends.autotune.benchmark import CudaBenchmarker, RelativeErrors, compiler_version, relative_error
 from sft.backends.autotune.cases import TuningCase
 from sft.backends.autotune.loop import tune
-from sft.backends.autotune.table import KernelTable, TableEntry, TableSelector, _truncation_error, error_limit, find_table, table_name
+from sft.backends.autotune.table import (
+    KernelTable,
+    TableEntry,
+    TableSelector,
+    _truncation_error,
+    error_limit,
+    find_table,
+    known_table,
+    table_name,
+)
 from sft.backends.kernel_call import kernel_call_of
 from sft.backends.selector import ShapeClass, launch_variants
 from sft.cli.main import main
@@ -139,6 +148,40 @@ def test_tables_are_selected_by_device_and_version(tmp_path: Path) -> None:
     (second / table_name(_TABLE.device, _TABLE.triton)).write_bytes(b"\xff\xfe")
     with pytest.raises(sft.InputError, match="cannot read"):
         find_table([second], _TABLE.device, _TABLE.triton)
+
+
+def test_entries_of_this_machine_replace_those_that_come_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, other = table_name(_TABLE.device, _TABLE.triton), replace(_ENTRY.shape_class, channels=(7, 9))
+    provided, measured = tmp_path / "provided", tmp_path / "measured"
+    monkeypatch.setattr("sft.backends.autotune.table._PROVIDED_FOLDER", provided)
+
+    def known() -> KernelTable | None:
+        return known_table([measured], _TABLE.device, _TABLE.triton)
+
+    assert known() is None
+    slow = replace(_ENTRY, triton_seconds=2 * _ENTRY.aten_seconds)
+    KernelTable(device=_TABLE.device, triton=_TABLE.triton, torch="2.11.0", entries=(slow, replace(slow, shape_class=other))).save(
+        provided / name
+    )
+    assert (table := known()) is not None and not TableSelector(table=table).selects_kernel(_ENTRY.shape_class)
+    KernelTable(device=_TABLE.device, triton=_TABLE.triton, torch="2.11.0", entries=(_ENTRY,)).save(measured / name)
+    assert (table := known()) is not None and table.entry(_ENTRY.shape_class) == _ENTRY
+    assert table.entry(other) == replace(slow, shape_class=other)
+    (provided / name).unlink()
+    assert (table := known()) is not None and table.entry(other) is None
+
+
+def test_provided_tables_are_committed_results() -> None:
+    root = Path(__file__).resolve().parents[3]
+    results = {path: json.loads(path.read_text()) for path in (root / "benchmarks" / "results").glob("*-gpu-table.json")}
+    provided = sorted((root / "sft" / "backends" / "autotune" / "tables").iterdir())
+    assert provided, "the library comes with a table of an H200"
+    for path in provided:
+        table = json.loads(path.read_text())
+        assert any(result["table"] == table for result in results.values()), path.name
+        read = known_table([], table["device"], table["triton"])
+        assert read is not None and path.name == table_name(read.device, read.triton)
+        assert any(entry.fastest == "triton" for entry in read.entries)
 
 
 def _variant(case: TuningCase) -> str:

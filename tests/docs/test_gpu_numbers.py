@@ -134,6 +134,14 @@ def test_steps_on_an_h200() -> None:
     assert "512 and 4,096 tiles of a ViT reserved 0.2 % and 0.1 % more" in text
 
 
+def test_a_step_in_the_readme() -> None:
+    """Plain PyTorch's allocated bytes above the start of a step, and our reserved bytes with everything resident."""
+    (step,) = (step for step in _newest_h200("steps")[1]["steps"] if step["name"] == "vgg16 step in 1.2 GiB" and step["backend"] == "aten")
+    plain, ours = (f"{step[key] / 2**30:.1f} GiB" for key in ("plain_allocated_bytes", "reserved_bytes"))
+    ratio = step["seconds"][1] / step["plain_seconds"][1]
+    assert f"| VGG-16, 2048², H200 | {plain} | | {ours}, {ratio:.2f} x time |" in (_ROOT / "README.md").read_text()
+
+
 def test_recorded_passes_are_preferred_by_measured_differences() -> None:
     steps = {step["name"]: step for step in _FIRST_H200_STEPS}
     recorded, plain = steps["vgg16 step in 1.2 GiB, recorded passes"], steps["vgg16 step in 1.2 GiB"]

@@ -16,6 +16,7 @@ from sft.analysis.frontend.functionalize import FunctionalProgram
 from sft.analysis.frontend.side_effect_checks import storage_key
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node, NodeKind, Ref, SideEffect, SymbolicNumber, refs_in
+from sft.analysis.ir.ops.resampling import DEVICE_TYPE, is_interpolation
 from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT, RepeatHandle
 from sft.analysis.ir.symbolic import expr_from_torch, extent_from_torch
 from sft.common.errors import UnsupportedError
@@ -246,6 +247,8 @@ class _GraphBuilder:
         if target in _NEW_FACTORIES:
             target, options = _NEW_FACTORIES[target], {"dtype": value.dtype, "device": value.device}
             arguments = [(name, options.get(name, argument)) for name, argument in arguments if name != "self"]
+        if is_interpolation(target) and value.device.type == "cuda":
+            arguments.append((DEVICE_TYPE, value.device.type))
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_has_same_shape_and_dtype(value, source) for source in fx_node.args[:2]):

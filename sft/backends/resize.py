@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
-from sft.analysis.ir.ops.resize_matrix import AxisResampling
+from sft.analysis.ir.ops.resize_matrix import ResamplingKind, interpolated_axes
 from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, to_channels_last
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import KernelSelector, ShapeClass, pixel_class
@@ -121,8 +121,9 @@ _LINEAR = {aten.upsample_bilinear2d.default: False, aten.upsample_bilinear2d_bac
 _NEAREST = {aten.upsample_nearest2d.default: False, aten.upsample_nearest2d_backward.default: True}
 
 
-def _match_axis_resizes(call: Instruction) -> tuple[ResampledRange | None, ResampledRange | None] | None:
+def _match_axis_resizes(call: Instruction, *, is_on_gpu: bool) -> tuple[ResampledRange | None, ResampledRange | None] | None:
     """Resampled ranges of rows and columns of ATen's interpolation of a buffer; None for any other call."""
+    kind: ResamplingKind
     if call.function in _LINEAR:
         kind, is_adjoint = "linear", _LINEAR[call.function]
     elif call.function in _NEAREST:
@@ -134,18 +135,13 @@ def _match_axis_resizes(call: Instruction) -> tuple[ResampledRange | None, Resam
     extents = arguments.pop(0)[2:] if is_adjoint else call.arguments[0].shape[2:]
     align_corners = arguments.pop(0) if kind == "linear" else False
     scales = arguments or [None] * len(lengths)  # a call with `size=` has no scales
-    spans = []
-    for axis, (extent, length, scale) in enumerate(zip(extents, lengths, scales, strict=True)):
-        sampling = AxisResampling(
-            kind="linear" if kind == "linear" else "nearest",
-            extent=extent,
-            length=length,
-            scale=scale,
-            align_corners=align_corners,
-            is_double=False,
+    height, width = (
+        None if each.is_identity else ResampledRange(each, axis, each.length, each.extent, is_adjoint=is_adjoint)
+        for axis, each in enumerate(
+            interpolated_axes(kind, extents, lengths, scales, align_corners=align_corners, is_double=False, is_on_gpu=is_on_gpu)
         )
-        spans.append(None if sampling.is_identity else ResampledRange(sampling, axis, length, extent, is_adjoint=is_adjoint))
-    return spans[0], spans[1]
+    )
+    return height, width
 
 
 @dataclass(slots=True)
@@ -175,7 +171,7 @@ def _match_resize(context: MatchContext, at: int, call: Instruction) -> _ResizeP
     if span is not None and span.axis in (ROWS, COLUMNS):
         both = [span, None] if span.axis == ROWS else [None, span]
         return _ResizePass([at], both, call.arguments[0], call.arguments[1], out)
-    spans = _match_axis_resizes(call)
+    spans = _match_axis_resizes(call, is_on_gpu=context.fusion_device is not None)
     return None if spans is None or not any(spans) else _ResizePass([at], list(spans), call.arguments[0], None, out)
 
 

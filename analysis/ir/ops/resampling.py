@@ -14,10 +14,11 @@ from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, Role, axis_entry
-from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind
+from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind, interpolated_axes
 from sft.common.interval import Interval
 
 __all__ = [
+    "DEVICE_TYPE",
     "AdaptiveAvgPoolSpec",
     "AdaptiveMaxPoolSpec",
     "AntialiasedInterpolationSpec",
@@ -25,12 +26,14 @@ __all__ = [
     "InterpolationSpec",
     "NearestSpec",
     "ResamplingSpec",
+    "is_interpolation",
 ]
 
 #: Fewest windows along the rows; with fewer, a window would hold much of the image.
 _MIN_WINDOWS = 4
-#: Rows plus columns up to which ATen takes its loop for small images (``_use_vectorized_kernel_cond_2d`` of UpSampleKernel.cpp).
-_SMALL_EXTENTS = 128
+
+#: Argument of interpolations on CUDA devices: the device's type. The positions of rows depend on it.
+DEVICE_TYPE = "device_type"
 
 #: Interpolation methods, by the operator's name without its number of axes.
 _RESIZE_KINDS: dict[str, ResamplingKind] = {
@@ -82,9 +85,19 @@ class NearestSpec(Operator):
         return []
 
 
+def is_interpolation(target: str) -> bool:
+    """True for ATen's interpolations."""
+    return target.startswith("aten.") and _without_rank(target) in _RESIZE_KINDS
+
+
 def _resize_kind(node: Node) -> ResamplingKind:
     """The interpolation method of a node."""
-    return _RESIZE_KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
+    return _RESIZE_KINDS[_without_rank(node.target)]
+
+
+def _without_rank(target: str) -> str:
+    """An operator's name without its number of axes."""
+    return re.sub(r"[123]d", "", target.split(".")[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,20 +144,14 @@ class InterpolationSpec(ResamplingSpec):
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
         size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _resize_kind(node)
         lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
-        # ATen has a separate loop for nearest pixels of small images, with indices in single precision.
-        is_small = kind.startswith("nearest") and len(lengths) == 2 and sum(lengths) <= _SMALL_EXTENTS
-        return tuple(
-            AxisResampling(
-                kind=kind,
-                extent=extent,
-                length=length,
-                scale=None if scales is None else float(scales[axis]),
-                align_corners=bool(node.argument("align_corners", False)),
-                is_double=node.dtype == "float64" and not is_small,
-                # If no axis changes its size, ATen's backward copies, although the forward may have moved the rows.
-                has_identity_gradient=kind == "cubic" and lengths == extents,
-            )
-            for axis, (extent, length) in enumerate(zip(extents, lengths, strict=True))
+        return interpolated_axes(
+            kind,
+            extents,
+            lengths,
+            [None] * len(lengths) if scales is None else [float(scale) for scale in scales],
+            align_corners=bool(node.argument("align_corners", False)),
+            is_double=node.dtype == "float64",
+            is_on_gpu=node.argument(DEVICE_TYPE) == "cuda",
         )
 
 

@@ -6,11 +6,16 @@ windows as rows. Positions and weights are ATen's to the bit, by its own arithme
 ``float64`` and in single precision for narrower types. Nearest neighbours use both, since ATen computes them in the image's own type
 in the forward pass and in single precision in the backward pass. No formula bounds the rounding of a position in single precision. The
 access map is therefore fitted to the windows themselves, over every row of the image, and holds for all of them by construction.
+
+CUDA kernels differ from those of the CPU in two ways (:func:`interpolated_axes`). Nearest neighbours are computed in single precision for
+every type, and their gradient is no adjoint: it sums rows ``ceil(i * s)`` to ``ceil((i + 1) * s)`` of the result's gradient for input row
+``i``, where ``s`` is the number of output rows per input row (``cuda/UpSample.cuh``). An axis of unchanged size is copied only if no axis
+changes its size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -21,7 +26,7 @@ import numpy.typing as npt
 
 from sft.analysis.ir.access import AxisMap, AxisPlacement
 
-__all__ = ["AxisResampling", "BandedMatrix", "ResamplingKind"]
+__all__ = ["AxisResampling", "BandedMatrix", "ResamplingKind", "interpolated_axes"]
 
 ResamplingKind = Literal["nearest", "nearest exact", "linear", "cubic", "antialiased linear", "antialiased cubic", "window"]
 Rows = npt.NDArray[np.int64]
@@ -37,6 +42,8 @@ _HALF_WIDTHS: dict[ResamplingKind, Fraction] = {
 }
 #: The cubic's free parameter (Keys 1981), as ATen has it; with antialiasing as Pillow has it.
 _CUBIC, _SMOOTH_CUBIC = -0.75, -0.5
+#: Rows plus columns up to which ATen takes its loop for small images (``_use_vectorized_kernel_cond_2d`` of UpSampleKernel.cpp).
+_SMALL_EXTENTS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +122,8 @@ class AxisResampling:
         align_corners: True if the centres of the first and last rows are fixed, instead of their edges.
         is_double: True if the image's elements are ``float64``.
         has_identity_gradient: True if the gradient passes unchanged, independent of ``scale``.
+        has_identity_forward: True if the rows pass unchanged, independent of ``scale``.
+        is_on_gpu: True for the positions and gradients of CUDA kernels.
     """
 
     kind: ResamplingKind
@@ -124,6 +133,8 @@ class AxisResampling:
     align_corners: bool = False
     is_double: bool = True
     has_identity_gradient: bool = False
+    has_identity_forward: bool = False
+    is_on_gpu: bool = False
 
     @property
     def forward(self) -> BandedMatrix:
@@ -132,7 +143,7 @@ class AxisResampling:
 
     @property
     def adjoint(self) -> BandedMatrix:
-        """The matrix of input rows by output rows: the derivative."""
+        """The matrix of input rows by output rows: the derivative as ATen computes it."""
         return _forward_and_adjoint(self)[1]
 
     @property
@@ -180,9 +191,55 @@ class AxisResampling:
         return np.float64 if self.is_double else np.float32
 
 
+def interpolated_axes(
+    kind: ResamplingKind,
+    extents: Sequence[int],
+    lengths: Sequence[int],
+    scales: Sequence[float | None],
+    *,
+    align_corners: bool = False,
+    is_double: bool = True,
+    is_on_gpu: bool = False,
+) -> tuple[AxisResampling, ...]:
+    """The resampling of each axis in one call of ATen's interpolation.
+
+    Args:
+        kind: the interpolation method.
+        extents: input rows of each axis.
+        lengths: output rows of each axis.
+        scales: output rows per input row of each axis, if the call has them.
+        align_corners: as in :func:`torch.nn.functional.interpolate`.
+        is_double: True if the image's elements are ``float64``.
+        is_on_gpu: True for CUDA kernels.
+    """
+    is_nearest, is_plane, is_unchanged = kind.startswith("nearest"), len(lengths) == 2, tuple(lengths) == tuple(extents)
+    # The CPU has a separate loop for nearest pixels of small images, with indices in single precision; on a GPU all indices are.
+    is_single = is_nearest and (is_on_gpu or (is_plane and sum(lengths) <= _SMALL_EXTENTS))
+    is_copied = is_on_gpu and is_unchanged and (is_plane or not is_nearest)
+    return tuple(
+        AxisResampling(
+            kind=kind,
+            extent=extent,
+            length=length,
+            scale=None if is_copied else scale,
+            align_corners=align_corners,
+            is_double=is_double and not is_single,
+            # If no axis changes its size, the CPU's backward copies, although the forward may have moved the rows.
+            has_identity_gradient=kind == "cubic" and is_unchanged,
+            has_identity_forward=is_on_gpu and is_nearest and is_plane and extent == length,
+            is_on_gpu=is_on_gpu,
+        )
+        for extent, length, scale in zip(extents, lengths, scales, strict=True)
+    )
+
+
 @lru_cache(maxsize=256)
 def _forward_and_adjoint(sampling: AxisResampling) -> tuple[BandedMatrix, BandedMatrix]:
     forward = adjoint = _FORWARD_MATRICES[sampling.kind](sampling)
+    if sampling.has_identity_forward:
+        forward = _selection_matrix(np.arange(sampling.length))
+    if sampling.is_on_gpu and sampling.kind.startswith("nearest"):
+        return forward, _cuda_nearest_gradient(sampling)
     if sampling.has_identity_gradient:
         adjoint = _selection_matrix(np.arange(sampling.length))
     elif sampling.kind == "nearest" and sampling.length in (sampling.extent, 2 * sampling.extent):
@@ -190,7 +247,7 @@ def _forward_and_adjoint(sampling: AxisResampling) -> tuple[BandedMatrix, Banded
         adjoint = _selection_matrix(np.arange(sampling.length) * sampling.extent // sampling.length)
     elif sampling.kind.startswith("nearest"):
         adjoint = _nearest_matrix(replace(sampling, is_double=False))
-    elif sampling.kind.startswith("antialiased") and sampling.extent == sampling.length:
+    elif sampling.kind.startswith("antialiased") and sampling.extent == sampling.length and not sampling.is_on_gpu:
         # ATen's forward copies an axis of unchanged size, ignoring ``scale``; its backward does not.
         forward = _selection_matrix(np.arange(sampling.length))
     return forward, adjoint.transposed(sampling.extent)
@@ -218,6 +275,18 @@ def _nearest_matrix(sampling: AxisResampling) -> BandedMatrix:
     return _selection_matrix(np.minimum(nearest, sampling.extent - 1))
 
 
+def _cuda_nearest_gradient(sampling: AxisResampling) -> BandedMatrix:
+    """Sums of the result's gradient for each input row, over the rows that CUDA kernels find by a second rounding."""
+    scale = np.float32(sampling.scale) if sampling.scale else np.float32(sampling.length) / np.float32(sampling.extent)
+    # Products of single precision are exact in double. With the subtraction they are rounded once, as a fused multiply-add.
+    shift = 0.5 if sampling.kind == "nearest exact" else 0.0
+    products = np.arange(sampling.extent + 1).astype(np.float32).astype(np.float64) * np.float64(scale)
+    borders = np.minimum(np.ceil((products - shift).astype(np.float32)).astype(np.int64), sampling.length)
+    start, stop = borders[:-1], borders[1:]
+    inside = np.arange(max(1, int((stop - start).max()))) < (stop - start)[:, None]
+    return BandedMatrix(start, stop, inside.astype(np.float64))
+
+
 def _source_positions(sampling: AxisResampling) -> npt.NDArray[np.floating[Any]]:
     """Positions of the output rows' centres in the input."""
     precision = sampling.precision
@@ -229,7 +298,7 @@ def _source_positions(sampling: AxisResampling) -> npt.NDArray[np.floating[Any]]
 
 def _linear_matrix(sampling: AxisResampling) -> BandedMatrix:
     rows, last, one = np.arange(sampling.length), sampling.extent - 1, sampling.precision(1)
-    if sampling.extent == sampling.length:
+    if sampling.extent == sampling.length and (not sampling.is_on_gpu or sampling.scale is None or sampling.align_corners):
         return _selection_matrix(rows)
     positions = np.maximum(_source_positions(sampling), 0)
     low = np.minimum(positions.astype(np.int64), last)

@@ -25,10 +25,10 @@ from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, Gu
 from sft.analysis.frontend.class_labels import LabelShapes
 from sft.analysis.frontend.constants.expressions import tensor_attribute
 from sft.analysis.frontend.constants.kept_tensors import KeptTensors, ReturnsKept
+from sft.analysis.frontend.constants.lifted import fake_modes, lifted_constants, read_storages
 from sft.analysis.frontend.constants.tracking import ConstantRead, ConstantTracker, model_tensors
 from sft.analysis.frontend.diagnostics.export_errors import MIXED_DTYPES
 from sft.analysis.frontend.export import CHANNELS_LAST, export_model, memory_formats_of
-from sft.analysis.frontend.functionalize import FunctionalProgram
 from sft.analysis.frontend.graph_builder import build_graph, substitute_sizes, symbol_bounds, symbol_guards, tied_sizes
 from sft.analysis.frontend.module_state import (
     AttributeChanges,
@@ -38,7 +38,7 @@ from sft.analysis.frontend.module_state import (
     override_objects,
     preserve_objects,
 )
-from sft.analysis.frontend.side_effect_checks import storage_key, unregistered_tensors
+from sft.analysis.frontend.side_effect_checks import unregistered_tensors
 from sft.analysis.frontend.trace_context import (
     disable_root_hooks,
     prepare_for_tracing,
@@ -49,7 +49,7 @@ from sft.analysis.frontend.trace_context import (
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.repeat_op import capture_repeats
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree, storage_id, without_parametrization_cache
+from sft.common.torch_internals import FakeTensorMode, forget_real_tensors, pytree, without_parametrization_cache
 
 __all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "is_in_program_layout", "outputs_channels_last", "tensor_attribute"]
 
@@ -309,7 +309,7 @@ def _capture_once(
         functional = export_model(model, shapes, dtypes, device, any_size, call_guards, any_batch=any_batch)
     program = functional.program
     in_containers = unregistered_tensors(model)
-    constants = _lifted_constants(program, model, (*in_containers.values(), *(tensor for tensor, _ in functional.unregistered)))
+    constants = lifted_constants(program, model, (*in_containers.values(), *(tensor for tensor, _ in functional.unregistered)))
     model_name = type(model).__name__
     names = {id(tensor): f"{model_name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in functional.unregistered}
     names |= {id(tensor): path for path, tensor in in_containers.items()}
@@ -321,6 +321,8 @@ def _capture_once(
     ties = tied_sizes(graph, shapes)
     graph = substitute_sizes(graph, ties)
     kept = functional.kept or KeptTensors()
+    for mode in fake_modes(program):
+        forget_real_tensors(mode)
     return _Trace(
         capture=Capture(
             graph=graph,
@@ -342,18 +344,8 @@ def _capture_once(
         module_changes=module_changes,
         object_changes=object_changes,
         kept=kept,
-        read_storages=_read_storages(functional),
+        read_storages=read_storages(functional),
     )
-
-
-def _read_storages(functional: FunctionalProgram) -> frozenset[int]:
-    """Identities of the memory of constants that operators, outputs, or `forward` itself read."""
-    program = functional.program
-    names = program.graph_signature.inputs_to_lifted_tensor_constants
-    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    tensors = [program.constants[target] for name, target in names.items() if name in used]
-    tensors += [leaf.tensor for read in functional.reads for leaf in read.expression.leaves if leaf.tensor is not None]
-    return frozenset(storage_id(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
@@ -368,34 +360,6 @@ def _mixes_dtypes(node: Node, graph: Graph) -> bool:
     """Return true for a product of operands of two dtypes; an ``einsum`` that sums over no common letter is not a product."""
     is_product = "einsum" not in node.target or any(contracted_letters(str(node.argument("equation")))[0])
     return is_product and len({graph[name].dtype for name in node.operands}) > 1
-
-
-def _lifted_constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The program's constants by the target of their node: tensors that `forward` makes, or reads from outside of parameters and buffers.
-
-    ``known`` are the tensors that the model keeps outside of these; the exporter's aliases of them are replaced by themselves.
-    """
-    constants = {}
-    originals = {storage_key(tensor): tensor for tensor in known}
-    for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
-        value = program.constants[name]
-        if tensor_attribute(model, name) is None and isinstance(value, torch.Tensor):
-            # A fake tensor that `forward` made of numbers still has them.
-            numbers = value.constant if isinstance(value, FakeTensor) else value
-            if numbers is None:
-                raise UnsupportedError([f"{type(model).__name__}: `forward` {_unknown_constant_problem(value, program)}"])
-            constants[name] = originals.get(storage_key(numbers), numbers)
-    return constants
-
-
-def _unknown_constant_problem(value: torch.Tensor, program: ExportedProgram) -> str:
-    fake_modes = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes if node.op == "placeholder"}
-    if isinstance(value, FakeTensor) and value.fake_mode not in fake_modes:
-        return (
-            "finds a tensor of an earlier trace in a cache (a global, functools.lru_cache): empty it (cache_clear()), and call the model "
-            "once before it is compiled, or make that tensor a buffer"
-        )
-    return "makes a tensor whose numbers are not known; make it a buffer"
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

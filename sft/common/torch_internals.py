@@ -48,6 +48,7 @@ __all__ = [
     "current_dispatch_modes",
     "disable_current_modes",
     "disable_torch_function",
+    "forget_real_tensors",
     "fsdp_reset",
     "has_autocast_kernel",
     "has_dispatch_mode",
@@ -105,6 +106,16 @@ def clear_cublas_workspaces() -> None:
     """
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # a build for CUDA
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def forget_real_tensors(mode: FakeTensorMode) -> None:
+    """Drop a finished mode's weak references to real tensors, with which ``torch.utils.swap_tensors`` refuses a tensor.
+
+    Caches of torch keep the modes of earlier exports.
+    """
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.describer.lookup_tensor.clear()
+    converter.describer.lookup_storage.clear()
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -221,3 +221,18 @@ def test_an_attribute_that_is_set_to_an_equal_value_of_another_type() -> None:
         model.factor = factor
         found = net(image(*SHAPE), counts)[1]
         assert found.dtype == (counts * factor).dtype and torch.equal(found, counts * factor), factor
+
+
+def test_parameters_are_swapped_after_compilation() -> None:
+    """``torch.utils.swap_tensors``, by which libraries replace parameters, refuses those with weak references."""
+    model, net = pair(_norm_net)
+    x = image(*SHAPE)
+    for each in (model, net):
+        each(x).square().mean().backward()
+        each.zero_grad()
+        for parameter in list(each.parameters()):
+            torch.utils.swap_tensors(parameter, nn.Parameter(2 * parameter.detach()))
+    for each in (model, net):
+        each(x).square().mean().backward()
+    assert_same_grads(model, net)
+    assert_same_state(model, net)

@@ -5,7 +5,8 @@ error names its place in the text, such as `segments[3].strip_rows`. Lists becom
 integer is accepted in a float field.
 
 Numbers of a record are counts, sizes and seconds: finite, at least 0 and below 2**63. A field with other values says so in its metadata:
-``minimum`` (None for a field with negative numbers), or ``choices``, the texts that it may have.
+``minimum`` (None for a field with negative numbers), or ``choices``, the texts that it may have. A renamed field has its earlier name in
+``former``; a file with that name is read.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
     if not isinstance(data, Mapping):
         _refuse(place, "an object", data)
     types = _field_types(cls)
+    data = _with_current_names(cls, data)
     missing = [f.name for f in fields(cls) if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
     unknown = sorted(set(data).difference(types))
     if missing or unknown:
@@ -70,6 +72,12 @@ def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
         raise InputError(f"{place or cls.__name__} {' and '.join(wrong)}")
     limits = {field.name: field.metadata for field in fields(cls)}
     return cls(**{name: _parse_value(types[name], item, f"{place}.{name}".lstrip("."), limits[name]) for name, item in data.items()})
+
+
+def _with_current_names(cls: Any, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Data with the earlier names of fields replaced; one next to its current name stays, and is then unknown."""
+    names = {field.metadata["former"]: field.name for field in fields(cls) if "former" in field.metadata}
+    return {name if names.get(name, name) in data else names[name]: value for name, value in data.items()}
 
 
 @lru_cache

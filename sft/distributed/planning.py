@@ -153,8 +153,8 @@ def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, costs: Sequ
                 sent_global_bytes=sent["globals"],
                 sent_parameter_bytes=sent["parameters"],
                 received_bytes=sum(traffic.received_bytes.values()),
-                sent_beside_bytes=sum(traffic.sent_beside_bytes.values()),
-                received_beside_bytes=sum(traffic.received_beside_bytes.values()),
+                overlapped_sent_bytes=sum(traffic.overlapped_sent_bytes.values()),
+                overlapped_received_bytes=sum(traffic.overlapped_received_bytes.values()),
             )
         )
     return ProjectedMeshPlan(

@@ -37,22 +37,22 @@ class RankTraffic:
     Attributes:
         sent_bytes: all bytes sent.
         received_bytes: all bytes received.
-        sent_beside_bytes: bytes sent while strips ran: the rank computed between posting the message and waiting for it.
-        received_beside_bytes: bytes received while strips ran.
+        overlapped_sent_bytes: bytes sent while strips ran: the rank computed between posting the message and waiting for it.
+        overlapped_received_bytes: bytes received while strips ran.
     """
 
     sent_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
     received_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
-    sent_beside_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
-    received_beside_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
+    overlapped_sent_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
+    overlapped_received_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
 
     def record(self, topic: Topic, sent_bytes: int, received_bytes: int, *, is_overlapped: bool) -> None:
         """Count completed messages; ``is_overlapped`` if strips ran in the meantime."""
         self.sent_bytes[topic] += sent_bytes
         self.received_bytes[topic] += received_bytes
         if is_overlapped:
-            self.sent_beside_bytes[topic] += sent_bytes
-            self.received_beside_bytes[topic] += received_bytes
+            self.overlapped_sent_bytes[topic] += sent_bytes
+            self.overlapped_received_bytes[topic] += received_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sft.common.byte_units import format_bytes
 
@@ -25,8 +25,8 @@ class RankPlan:
         sent_global_bytes: running reductions and gradients of global values that it sends.
         sent_parameter_bytes: gradients of parameters that it sends.
         received_bytes: all bytes that it receives.
-        sent_beside_bytes: part of the sent bytes that are in flight while strips run: the band computes between posting and waiting.
-        received_beside_bytes: the same part of the received bytes.
+        overlapped_sent_bytes: sent bytes that are in flight while strips run: the band computes between posting and waiting.
+        overlapped_received_bytes: the same of the received bytes.
     """
 
     rows: tuple[int, int]
@@ -37,8 +37,8 @@ class RankPlan:
     sent_global_bytes: int
     sent_parameter_bytes: int
     received_bytes: int
-    sent_beside_bytes: int
-    received_beside_bytes: int
+    overlapped_sent_bytes: int = field(metadata={"former": "sent_beside_bytes"})
+    overlapped_received_bytes: int = field(metadata={"former": "received_beside_bytes"})
 
     @property
     def sent_bytes(self) -> int:
@@ -74,9 +74,9 @@ class MeshPlan:
         return sum(rank.sent_bytes for rank in self.ranks)
 
     @property
-    def beside_share(self) -> float:
+    def overlapped_share(self) -> float:
         """Share of the sent bytes that are in flight during computation; 1 if no bytes are sent."""
-        return sum(rank.sent_beside_bytes for rank in self.ranks) / self.sent_bytes if self.sent_bytes else 1.0
+        return sum(rank.overlapped_sent_bytes for rank in self.ranks) / self.sent_bytes if self.sent_bytes else 1.0
 
     @property
     def halo_share(self) -> float:
@@ -102,7 +102,7 @@ class MeshPlan:
             f"  borders           {100 * self.halo_share:>10.3f} %  of FLOPs are computed by two neighbours",
             f"  balance           {100 * self.balance:>10.1f} %  mean over largest of the ranks' FLOPs",
             f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
-            f"  overlapped        {100 * self.beside_share:>10.1f} %  of that is sent while strips run",
+            f"  overlapped        {100 * self.overlapped_share:>10.1f} %  of that is sent while strips run",
             "  band            rows   projected  FLOPs   sent rows      global  parameters",
             "          of the image        peak                         values",
         ]

@@ -26,7 +26,7 @@ class Tree:
     leaves: tuple[Leaf, ...]
     pair: tuple[int, float] = (1, 2.0)
     table: tuple[tuple[str, int], ...] = ()
-    shift: int = field(default=0, metadata={"minimum": None})
+    shift: int = field(default=0, metadata={"minimum": None, "former": "move"})
     colour: str = field(default="red", metadata={"choices": ("red", "blue")})
     on: bool = False
     seconds: float | None = None
@@ -80,11 +80,17 @@ def test_json_round_trip(tree: Tree) -> None:
         ({"colour": "green"}, "colour is 'green', expected one of 'red', 'blue'"),
         ({f"more{number}": 1 for number in range(3000)}, "'more1014', and 2,980 more$"),
         ({"more": 1}, "Tree has the unknown 'more'"),
+        ({"move": 1, "shift": 1}, "Tree has the unknown 'move'"),
+        ({"move": 1.5}, "shift is 1.5, expected an integer"),
     ],
 )
 def test_invalid_fields_are_refused_with_their_place(change: dict[str, Any], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
         dataclass_from_dict(Tree, {"leaves": [], **change})
+
+
+def test_a_field_is_read_under_its_earlier_name() -> None:
+    assert dataclass_from_dict(Tree, {"leaves": [], "move": -3}) == Tree(leaves=(), shift=-3)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", '{"a": ', "[" * 100_000, '{"a": ' * 100_000])

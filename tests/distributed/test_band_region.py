@@ -259,7 +259,7 @@ def _in_small_windows(rank: int) -> None:
         with patch.object(sums, "WINDOW_BYTES", window_bytes):
             net: Any = sft.compile(seeded(NormedVgg).train(), tuple(x.shape), mesh=mesh, options=_TILED)
             net(x).square().sum().backward()
-        assert net._sft_engine.rank_context.traffic.sent_beside_bytes["parameters"] > 0
+        assert net._sft_engine.rank_context.traffic.overlapped_sent_bytes["parameters"] > 0
         found.append([parameter.grad for parameter in net.parameters()])
     for grads in zip(*found, strict=True):
         both = [torch.empty_like(grads[0]) for _ in range(2)]

@@ -100,7 +100,7 @@ def test_no_rank_deadlocks_and_all_messages_are_counted(name: str, monkeypatch: 
     for topic in ("rows", "globals", "parameters"):
         sent, received = (sum(getattr(step.traffic, way)[topic] for step in walked) for way in ("sent_bytes", "received_bytes"))
         assert sent == received
-    assert sum(sum(step.traffic.sent_beside_bytes.values()) for step in walked) > 0
+    assert sum(sum(step.traffic.overlapped_sent_bytes.values()) for step in walked) > 0
 
 
 def test_a_wrong_order_deadlocks() -> None:

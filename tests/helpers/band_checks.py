@@ -173,10 +173,10 @@ def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool)
         step()
     sent = {topic: traffic.sent_bytes[topic] - before.sent_bytes[topic] for topic in traffic.sent_bytes}
     received = sum(traffic.received_bytes.values()) - sum(before.received_bytes.values())
-    sent_beside = sum(traffic.sent_beside_bytes.values()) - sum(before.sent_beside_bytes.values())
-    received_beside = sum(traffic.received_beside_bytes.values()) - sum(before.received_beside_bytes.values())
-    assert (sent_beside, received_beside) == (rank.sent_beside_bytes, rank.received_beside_bytes), (
-        f"beside strips {traffic}, planned {rank}"
+    overlapped_sent_bytes = sum(traffic.overlapped_sent_bytes.values()) - sum(before.overlapped_sent_bytes.values())
+    overlapped_received_bytes = sum(traffic.overlapped_received_bytes.values()) - sum(before.overlapped_received_bytes.values())
+    assert (overlapped_sent_bytes, overlapped_received_bytes) == (rank.overlapped_sent_bytes, rank.overlapped_received_bytes), (
+        f"overlapped {traffic}, planned {rank}"
     )
     assert (sent["rows"], sent["globals"], sent["parameters"]) == (
         rank.sent_row_bytes,

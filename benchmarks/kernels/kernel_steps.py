@@ -37,7 +37,7 @@ from sft.backends.autotune.table import error_limit
 from sft.backends.selector import NumberFormat
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.interval import Interval
-from sft.common.torch_internals import clear_cublas_workspaces
+from sft.torch_runtime.device_pool import release_cublas
 
 __all__ = ["StepRecord", "main", "run_step", "step_cases", "step_table", "verify_step", "write_steps"]
 
@@ -162,7 +162,7 @@ def _time_step(
                 record.plain_allocated_bytes = _peak_of(make_plain(), device)
             except torch.OutOfMemoryError:
                 record.note = "eager PyTorch runs out of memory"
-        clear_cublas_workspaces()  # they may occupy segments of eager PyTorch's values
+        release_cublas()  # its workspaces may occupy segments of eager PyTorch's values
     reserved_bytes(device)  # frees unused segments, so that the model occupies none of a copy of the input
     model = make_network(case, dtype, device)
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case

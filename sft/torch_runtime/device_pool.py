@@ -22,8 +22,9 @@ import torch
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
+from sft.common.torch_internals import clear_cublas_workspaces
 
-__all__ = ["DevicePool", "PoolLayout", "prepare_cublas", "reserve_pool"]
+__all__ = ["DevicePool", "PoolLayout", "prepare_cublas", "release_cublas", "reserve_pool"]
 
 #: Threads, devices and streams that have a workspace of cuBLAS.
 _PREPARED: set[tuple[int, torch.device, int]] = set()
@@ -105,6 +106,12 @@ def prepare_cublas(device: torch.device) -> None:
         if not is_prepared:
             _add_product(device)
             _PREPARED.add(place)
+
+
+def release_cublas() -> None:
+    """Free the workspaces of :func:`prepare_cublas`; not after a CUDA graph with products was recorded, which has their addresses."""
+    clear_cublas_workspaces()
+    _PREPARED.clear()
 
 
 def _add_product(device: torch.device) -> None:

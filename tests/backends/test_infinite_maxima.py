@@ -1,0 +1,124 @@
+"""Indices of windows of minus infinity on a GPU, where ATen's kernel for images channels last has the index 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from sft.backends.convolution_relu import FusionDevice
+from sft.backends.def_use import DefUse
+from sft.backends.rewriter import KernelBackend
+from sft.lower.custom_ops.windows import raise_to_first_pixels
+from sft.lower.program import Program
+from tests.helpers.models import image
+
+_aten = torch.ops.aten
+_BACKEND = KernelBackend(selector=None, fusion_device=FusionDevice(None))
+
+
+def _masked(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """An image with one sample of minus infinity, and most pixels of the others."""
+    x = image(*shape, seed=seed)
+    x[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.8] = -torch.inf
+    x[0] = -torch.inf
+    return x
+
+
+@given(
+    size=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    ceil_mode=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_corrected_indices_of_the_cuda_kernel_are_those_of_the_cpu(
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    ceil_mode: bool,
+    seed: int,
+) -> None:
+    assume(all(2 * pad <= extent for pad, extent in zip(padding, kernel, strict=True)))
+    reach = [(extent - 1) * step + 1 for extent, step in zip(kernel, dilation, strict=True)]
+    assume(all(length + 2 * pad >= extent for length, pad, extent in zip(size, padding, reach, strict=True)))
+    # A window between the pixels of the image reads none of them.
+    assume(all(length >= min(step, extent) for length, step, extent in zip(size, dilation, reach, strict=True)))
+    x = _masked((2, 3, *size), seed)
+    values, expected = F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode, return_indices=True)
+    indices = torch.where(values == -torch.inf, 0, expected)  # as the kernel has them
+    raise_to_first_pixels(indices, size[1], stride, padding, dilation)
+    assert torch.equal(indices, expected)
+
+
+class _Pools(nn.Module):
+    """Maximum pools of each kind, and indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 1, ceil_mode=True), nn.MaxPool2d(3, 1, 1, dilation=2))
+        self.last = nn.MaxPool2d(2, return_indices=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, indices = self.last(self.pools(x))
+        return y, indices, F.adaptive_max_pool2d(x, (12, 9))
+
+
+def _step(model: Any, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y, indices, adaptive = model(x)
+    for each in (y, adaptive):  # whole numbers: their sums are the same in any order
+        each.backward(torch.arange(1.0, each.numel() + 1, dtype=x.dtype, device=x.device).view_as(each), retain_graph=True)
+    assert x.grad is not None
+    return [y.detach(), indices, adaptive.detach(), x.grad]
+
+
+_OPTIONS = {"plain": sft.Options(strategy="none"), "strips": sft.Options(tile=(4, None)), "panels": sft.Options(tile=(8, 16))}
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+def test_indices_that_are_read_are_corrected(options: sft.Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
+    x = _masked((2, 3, 45, 38)).contiguous(memory_format=torch.channels_last)
+    net: Any = sft.compile(_Pools(), x.clone().requires_grad_(), budget="1GiB", options=options)
+    for mine, other in zip(_step(net, x), _step(_Pools(), x), strict=True):
+        assert torch.equal(mine, other)
+    regions = [prepared.region for prepared in net._sft_engine.plan_cache.prepared.values()]
+    programs = [program for region in regions for segment in region.segments for program in getattr(segment, "lowered_programs", ())]
+    assert sum(map(_num_read_pools, programs))
+
+
+def _num_read_pools(program: Program) -> int:
+    """Number of pools with indices that an instruction reads; each is followed by their correction."""
+    calls = program.instructions
+    def_use, count = DefUse(instructions=calls, ports=program.ports, results=program.results), 0
+    for at, call in enumerate(calls):
+        if call.function is _aten.max_pool2d_with_indices.default and def_use.is_read(call.outputs[1]):
+            assert calls[at + 1].function is raise_to_first_pixels and calls[at + 1].writes == (call.outputs[1],)
+            count += 1
+    return count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["aten", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+def test_windows_of_minus_infinity_on_a_gpu(options: sft.Options, dtype: torch.dtype, backend: str) -> None:
+    x = _masked((2, 3, 45, 38)).to(dtype)
+    expected, options = _step(_Pools(), x), dataclasses.replace(options, backend=backend)
+    for images in (x.cuda(), x.cuda().contiguous(memory_format=torch.channels_last)):
+        net: Any = sft.compile(_Pools().cuda(), images.clone().requires_grad_(), budget="1GiB", options=options)
+        for mine, other in zip(_step(net, images), expected, strict=True):
+            assert torch.equal(mine.cpu(), other)

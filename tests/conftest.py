@@ -64,10 +64,10 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests; a listed name that is no test of a collected file is an error."""
-    found = {f"{item.path.name}::{item.name}": item for item in items}
+    by_name = {f"{item.path.name}::{item.name}": item for item in items}
     seen: dict[str, set[tuple[str, str]]] = {}  # by test: values of parameters that a case of `make test` has
     begun: set[str] = set()
-    for name, item in found.items():
+    for name, item in by_name.items():
         test = name.partition("[")[0]
         values = {(key, str(value)) for key, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
         known = seen.setdefault(test, set())
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             known |= values
     files = {item.path.name for item in items if "[" in item.name}
     unknown = sorted(
-        name for name in (SLOW - found.keys()) | ((SAMPLED.keys() | THINNED) - seen.keys()) if name.partition("::")[0] in files
+        name for name in (SLOW - by_name.keys()) | ((SAMPLED.keys() | THINNED) - seen.keys()) if name.partition("::")[0] in files
     )
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py has names of no test: {', '.join(unknown)}")

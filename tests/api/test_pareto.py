@@ -48,17 +48,17 @@ def test_rows_match_the_plans(captured: list[object], tmp_path: Path) -> None:
     rows = sft.pareto(model, _SHAPE, num_budgets=3, strategies=_STRATEGIES, path=tmp_path / "front.png")
     assert len(captured) == 1 and (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
     by_name = {name: [row for row in rows if row.strategy == name] for name in _STRATEGIES}
-    assert [row.strategy for row in rows] == [name for name, found in by_name.items() for _ in found]
+    assert [row.strategy for row in rows] == [name for name, points in by_name.items() for _ in points]
     (plain,) = by_name["none"]
     assert plain.redundancy == 1 and plain.total_bytes == plain.budget_bytes
-    for found in by_name.values():
-        assert all(row.total_bytes <= row.budget_bytes for row in found)
-        assert all(before.budget_bytes > after.budget_bytes and before.flops <= after.flops for before, after in pairwise(found))
+    for points in by_name.values():
+        assert all(row.total_bytes <= row.budget_bytes for row in points)
+        assert all(before.budget_bytes > after.budget_bytes and before.flops <= after.flops for before, after in pairwise(points))
     assert len(by_name["auto"]) >= 3 and by_name["auto"][-1].total_bytes < plain.total_bytes
     row = by_name["auto"][1]
     with remembered_captures():
-        for name, found in by_name.items():  # the last one is the smallest budget of the strategy
-            assert found[-1].budget_bytes == least_budget(model, _SHAPE, options=sft.Options(strategy=name))
+        for name, points in by_name.items():  # the last one is the smallest budget of the strategy
+            assert points[-1].budget_bytes == least_budget(model, _SHAPE, options=sft.Options(strategy=name))
         plan = sft.plan(model, _SHAPE, budget=row.budget_bytes)
     assert (plan.total_bytes, plan.flops, plan.plain_flops) == (row.total_bytes, row.flops, row.plain_flops)
     assert row.seconds == row.estimated_seconds == plan.estimated_seconds and row.projected_seconds is None
@@ -75,8 +75,8 @@ def test_a_list_of_budgets_replaces_the_default_and_infeasible_strategies_are_le
         plain_bytes = sft.plan(_model(), _SHAPE, options=sft.Options(strategy="none")).total_bytes
         budgets: list[int | str] = [plain_bytes - 1, f"{plain_bytes}B", plain_bytes]
         rows = sft.pareto(_model(), _SHAPE, budgets=budgets, strategies=("none", "auto"))
-        found = [(row.strategy, row.budget_bytes) for row in rows]
-        assert found == [("none", plain_bytes), ("auto", plain_bytes), ("auto", plain_bytes - 1)]
+        points = [(row.strategy, row.budget_bytes) for row in rows]
+        assert points == [("none", plain_bytes), ("auto", plain_bytes), ("auto", plain_bytes - 1)]
         with pytest.raises(sft.BudgetError, match="10 B") as refused:
             sft.pareto(_model(), _SHAPE, budgets=[10])
         with pytest.raises(sft.BudgetError) as least:

@@ -69,13 +69,13 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
 def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
     name, shape, options, seeds, wanted = _STEPS[case]
     job = {"run": "steps", "name": name, "shape": shape, "options": options, "seeds": seeds, "folds_norms": case != "eval norm"}
-    (found,) = interpret_networks([job], tmp_path)
-    assert wanted <= found["calls"].keys()
-    assert found["ours"] <= _MOST * found["eager"]
-    assert found["same"]
-    assert found["flops"] == found["planned_flops"]
-    assert found["measured"] <= found["projected"] <= found["measured"] + max(found["measured"] // 100, 64 * 1024)
-    plan = sft.Plan.from_json(found["plan"])
+    (step,) = interpret_networks([job], tmp_path)
+    assert wanted <= step["calls"].keys()
+    assert step["ours"] <= _MOST * step["eager"]
+    assert step["same"]
+    assert step["flops"] == step["planned_flops"]
+    assert step["measured"] <= step["projected"] <= step["measured"] + max(step["measured"] // 100, 64 * 1024)
+    plan = sft.Plan.from_json(step["plan"])
     assert any(segment.backend == "mixed" for segment in plan.segments)
     assert plan.total_bytes <= plan.budget_bytes
 
@@ -83,11 +83,11 @@ def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "shape"), [("residual, eval norm", (1, 3, 12, 8)), ("volume, eval norm", (1, 2, 6, 4, 5))], ids=str)
 def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}, "folds_norms": False}
-    (found,) = interpret_networks([job], tmp_path)
-    assert found["calls"].keys() >= {"NormedConvolutionCall.run", "ConvolutionCall.run"}
-    assert "FrozenNormCall.run" not in found["calls"]
-    assert found["ours"] <= _MOST * found["eager"]
-    assert found["flops"] == found["plain_flops"]
+    (step,) = interpret_networks([job], tmp_path)
+    assert step["calls"].keys() >= {"NormedConvolutionCall.run", "ConvolutionCall.run"}
+    assert "FrozenNormCall.run" not in step["calls"]
+    assert step["ours"] <= _MOST * step["eager"]
+    assert step["flops"] == step["plain_flops"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,7 +97,7 @@ def test_each_group_equals_the_operators_it_replaces(dtype: str, tmp_path: Path)
     cases = [("residual, eval norm", (1, 3, 8, 6)), ("u-net", (1, 3, 8, 6))] + [("vgg", (1, 3, 8, 6))] * (dtype == "float32")
     common = {"run": "trials", "options": {"tile": (8, None)}, "dtype": dtype, "folds_norms": False}
     jobs = [{"name": name, "shape": shape, **common} for name, shape in cases]
-    groups = [group for found in interpret_networks(jobs, tmp_path) for group in found]
+    groups = [group for network_groups in interpret_networks(jobs, tmp_path) for group in network_groups]
     limit = 2e-6 if dtype == "float32" else 2.0**-6
     wrong = [f"{label}: {kernels:.2g} (ATen {aten:.2g})" for _, label, kernels, aten in groups if not kernels <= max(limit, 2 * aten)]
     assert not wrong, "\n".join(wrong)

@@ -30,9 +30,9 @@ def _model() -> nn.Module:
 def _retained(net: Any, *, input_grad: bool) -> RetainedGraphCheck:
     x = image(*_SHAPE).requires_grad_(input_grad)
     plan = net.plan_for(x)
-    (found,) = [ready.retain_check for ready in net._sft_engine.plan_cache.prepared.values() if ready.plan == plan]
-    assert isinstance(found, RetainedGraphCheck)
-    return found
+    (check,) = [ready.retain_check for ready in net._sft_engine.plan_cache.prepared.values() if ready.plan == plan]
+    assert isinstance(check, RetainedGraphCheck)
+    return check
 
 
 def _backward_twice(net: nn.Module, *, input_grad: bool) -> tuple[int, Tensor]:

@@ -55,12 +55,12 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str], monkeypatch: p
     for name in unread_variables():  # of the tests
         monkeypatch.delenv(name)
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["packages"]["torch"] == torch.__version__
-    assert all(device["self_check"]["ok"] for device in found["devices"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["torch"] == torch.__version__
+    assert all(device["self_check"]["ok"] for device in report["devices"])
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "an H100 and an H200 with torch 2.11" in text and set(found["verified"]) == {"cpu", "cuda"}
+    assert "an H100 and an H200 with torch 2.11" in text and set(report["verified"]) == {"cpu", "cuda"}
     assert "self-check" in text and " free of " in text and "imported from" in text and "WARNING" not in text
 
 
@@ -120,8 +120,8 @@ class Labelled(nn.Module):
         self.tokens, self.conv, self.head = nn.Embedding(10, 4), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
 
     def forward(self, ids: Tensor, image: Tensor, labels: Tensor) -> Tensor:
-        found = self.head(self.tokens(ids).mean(1) + self.conv(image).mean((2, 3)))
-        return nn.functional.cross_entropy(found, labels)
+        scores = self.head(self.tokens(ids).mean(1) + self.conv(image).mean((2, 3)))
+        return nn.functional.cross_entropy(scores, labels)
 
 
 def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,8 +398,8 @@ def test_debug_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_python_m_sft_runs() -> None:
-    found = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in found.stdout for command in ("doctor", "check", "plan"))
+    completed = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in completed.stdout for command in ("doctor", "check", "plan"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
@@ -407,8 +407,8 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     full = open("/dev/full", "w", buffering=2**16)  # noqa: SIM115  # holds the whole text, so closing it fails, too
     monkeypatch.setattr(sys, "stdout", full)
     assert main(["plan", *_NET, "--json"]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith("error: ") and found.count("\n") == 1 and "No space left" in found
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and "No space left" in message
     with pytest.raises(OSError):
         full.close()
 

@@ -34,8 +34,8 @@ def test_the_snapshot_has_the_modules_and_tensors_of_torch() -> None:
     named_modules = [(path, modules[position]) for path, position in contents.structure.named_modules]
     assert named_modules == list(model.named_modules(remove_duplicate=False))
     assert list(contents.modules.items()) == list(model.named_modules())
-    for found, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
-        assert [id(tensor) for tensor in found] == [id(tensor) for tensor in wanted]
+    for tensors, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
+        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in wanted]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     assert {name: id(tensor) for name, tensor in contents.tensors.items()} == {name: id(tensor) for name, tensor in named}
     assert contents.dtype == torch.float32 and contents.device.type == "cpu"

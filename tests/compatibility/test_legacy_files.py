@@ -113,8 +113,8 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.before(x)
-        found: Tensor = self.after(self.part(y) if not self.layers else self.part(self.layers[0](y)))
-        return found
+        output: Tensor = self.after(self.part(y) if not self.layers else self.part(self.layers[0](y)))
+        return output
 
 
 class Ends(nn.Module):
@@ -290,8 +290,8 @@ class _Permuted(nn.Module):
         self.layer = layer
 
     def forward(self, y: Tensor) -> Tensor:
-        found: Tensor = self.layer(y.permute(0, 2, 3, 1))
-        return found
+        output: Tensor = self.layer(y.permute(0, 2, 3, 1))
+        return output
 
 
 def streamed_chain() -> tuple[nn.Sequential, Any]:
@@ -515,10 +515,10 @@ def test_a_plan_in_json_trains_exactly(name: str) -> None:
     model, x = seeded(case.make), image(*case.shape)
     plain = _plain(model)
     net: Any = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.given)
-    found = net.plan
+    net_plan = net.plan
     if plan.timeline.is_measured:  # nothing is measured for a supplied plan
-        found = replace(found, projected_seconds=plan.projected_seconds, timeline=plan.timeline)
-    assert _without_estimates(found) == _without_estimates(plan)
+        net_plan = replace(net_plan, projected_seconds=plan.projected_seconds, timeline=plan.timeline)
+    assert _without_estimates(net_plan) == _without_estimates(plan)
     assert_trains(net, plain, x, as_given=x.numpy() if case.source else None, input_grad=case.input_grad)
     # Above, the input had a gradient, too.
     assert _decisions(net.plan) == _decisions(plan)
@@ -539,8 +539,8 @@ def _without_texts(plan: sft.Plan) -> sft.Plan:
 
 @cache
 def _named_plans() -> dict[str, str]:
-    found: dict[str, str] = json.loads(gzip.decompress((DATA / "plans" / "named.json.gz").read_bytes()))
-    return found
+    plans: dict[str, str] = json.loads(gzip.decompress((DATA / "plans" / "named.json.gz").read_bytes()))
+    return plans
 
 
 _LABELS = torch.arange(384).reshape(2, 16, 12) % 4
@@ -589,8 +589,8 @@ def _decisions(plan: sft.Plan) -> list[Any]:
 
 @cache
 def _pickles() -> dict[str, bytes]:
-    found: dict[str, bytes] = pickle.loads(gzip.decompress((DATA / "pickles.pkl.gz").read_bytes()))
-    return found
+    pickles: dict[str, bytes] = pickle.loads(gzip.decompress((DATA / "pickles.pkl.gz").read_bytes()))
+    return pickles
 
 
 def _pickled(name: str) -> Any:
@@ -633,7 +633,7 @@ def test_names_in_pickles_exist() -> None:
 
 def globals_of(content: bytes) -> set[tuple[str, str]]:
     """Modules and names that a pickle refers to."""
-    found: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()
     texts: list[str] = []
     memo: dict[int, Any] = {}
     last: Any = None
@@ -641,9 +641,9 @@ def globals_of(content: bytes) -> set[tuple[str, str]]:
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("GLOBAL", "INST"):
             module, name = str(argument).split(" ")
-            found.add((module, name))
+            names.add((module, name))
         elif opcode.name == "STACK_GLOBAL":
-            found.add((texts[-2], texts[-1]))
+            names.add((texts[-2], texts[-1]))
         if "UNICODE" in opcode.name:
             last = argument
             texts.append(argument)
@@ -655,7 +655,7 @@ def globals_of(content: bytes) -> set[tuple[str, str]]:
                 texts.append(last)
         else:
             last = None
-    return found
+    return names
 
 
 def _saved_pickles() -> Iterator[bytes]:
@@ -681,10 +681,10 @@ def pickle_inside(path: Path) -> bytes:
 def test_old_names_of_public_classes_and_functions_exist(package: str) -> None:
     if package == "sft.wsi":
         _unless("yaml", "jsonargparse", "sklearn", "safetensors")
-    found = _pickled(f"names of {package}")
+    members = _pickled(f"names of {package}")
     module = sys.modules[package]
-    assert found
-    for name, member in found.items():
+    assert members
+    for name, member in members.items():
         if package != "sft.weights":  # its names are not documented, and some have changed
             assert getattr(module, name) is member, name
         again = pickle.loads(pickle.dumps(member))  # under its present name
@@ -713,7 +713,7 @@ def test_pickles_are_read_by_a_process_that_has_imported_nothing() -> None:
 
 
 def test_options() -> None:
-    found = _pickled("options")
+    by_name = _pickled("options")
     expected = {
         "default": sft.Options(),
         "strips": sft.Options(tile=(8, None), state_every=2, halo="carry", batch_tile=1),
@@ -722,12 +722,12 @@ def test_options() -> None:
         "others": sft.Options(backend="aten", skip_repeats=True, progress=True),
     }
     expected = {name: replace(options, cuda_graphs=False) for name, options in expected.items()}  # the default then
-    assert found == expected
+    assert by_name == expected
     for name, options in expected.items():
-        assert {f.name: getattr(found[name], f.name) for f in fields(options)} == {
+        assert {f.name: getattr(by_name[name], f.name) for f in fields(options)} == {
             f.name: getattr(options, f.name) for f in fields(options)
         }
-    assert found["published"].host_budget_bytes == 2 * 2**30 and found["published"].link_bytes_per_second == 24e9
+    assert by_name["published"].host_budget_bytes == 2 * 2**30 and by_name["published"].link_bytes_per_second == 24e9
 
 
 def test_timelines_and_their_costs() -> None:
@@ -863,9 +863,9 @@ def _box_of(pixels: Any) -> tuple[slice, slice]:
 
 
 def _square_of(pixels: Any) -> Any:
-    found = np.zeros(pixels.shape[:2], bool)
-    found[10:30, 8:20] = True
-    return found
+    mask = np.zeros(pixels.shape[:2], bool)
+    mask[10:30, 8:20] = True
+    return mask
 
 
 @pytest.mark.usefixtures("in_data")
@@ -873,14 +873,14 @@ def _square_of(pixels: Any) -> Any:
 def test_images_read_the_same_pixels(name: str) -> None:
     tiff = ("tifffile", "imagecodecs")
     _unless(*{"tiff": tiff, "level": tiff, "zarr": ("zarr",), "turned": ("yaml", "sklearn")}.get(name.split()[0], ()))
-    found, expected = _pickled(name), _IMAGES[name](_pixels())
-    assert isinstance(found, sft.sources.Image)
-    assert (found.height_px, found.width_px, 3) == expected.shape
-    assert np.array_equal(found.read(0, 0, found.width_px, found.height_px), expected)
-    assert np.array_equal(found.read(2, 3, 9, 8), expected[3:11, 2:11])
-    again = pickle.loads(pickle.dumps(found))
-    assert np.array_equal(again.read(2, 3, 9, 8), expected[3:11, 2:11]) and repr(again) == repr(found)
-    close = getattr(found, "close", None)
+    reader, expected = _pickled(name), _IMAGES[name](_pixels())
+    assert isinstance(reader, sft.sources.Image)
+    assert (reader.height_px, reader.width_px, 3) == expected.shape
+    assert np.array_equal(reader.read(0, 0, reader.width_px, reader.height_px), expected)
+    assert np.array_equal(reader.read(2, 3, 9, 8), expected[3:11, 2:11])
+    again = pickle.loads(pickle.dumps(reader))
+    assert np.array_equal(again.read(2, 3, 9, 8), expected[3:11, 2:11]) and repr(again) == repr(reader)
+    close = getattr(reader, "close", None)
     if close is not None:
         close()
 
@@ -907,21 +907,21 @@ def test_metadata_of_pickled_images() -> None:
 @pytest.mark.parametrize("name", ["slide", "slide unopened", "slide as tiff"])
 def test_the_slide_reads_the_same_pixels(in_repository: Path, name: str) -> None:
     _unless("openslide", *(("tifffile", "imagecodecs", "simplejpeg") if "tiff" in name else ()))
-    found = _pickled(name)
-    assert found.path == SLIDE
+    slide = _pickled(name)
+    assert slide.path == SLIDE
     with sft.sources.Slide(SLIDE) as fresh:
-        assert (found.width_px, found.height_px, found.background) == (2220, 2967, fresh.background)
-        assert np.array_equal(found.read(1000, 1200, 300, 70), fresh.read(1000, 1200, 300, 70))
-    found.close()
+        assert (slide.width_px, slide.height_px, slide.background) == (2220, 2967, fresh.background)
+        assert np.array_equal(slide.read(1000, 1200, 300, 70), fresh.read(1000, 1200, 300, 70))
+    slide.close()
 
 
 def test_the_slide_as_a_source(in_repository: Path) -> None:
     _unless("openslide")
-    found = _pickled("normalized slide")
+    source = _pickled("normalized slide")
     fresh: Any = sft.sources.Normalized(sft.sources.Slide(SLIDE), mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), dtype=torch.float64)
-    assert type(found) is sft.sources.Normalized and found.shape == fresh.shape and found.dtype == torch.float64
-    assert torch.equal(_rows(found, 700, 703), _rows(fresh, 700, 703))
-    for slide in (found.image, fresh.image):
+    assert type(source) is sft.sources.Normalized and source.shape == fresh.shape and source.dtype == torch.float64
+    assert torch.equal(_rows(source, 700, 703), _rows(fresh, 700, 703))
+    for slide in (source.image, fresh.image):
         assert isinstance(slide, sft.sources.Slide)
         slide.close()
 
@@ -936,8 +936,8 @@ def _rows(source: Any, start: int, stop: int) -> Tensor:
 @pytest.mark.usefixtures("in_data")
 @pytest.mark.parametrize("name", ["array source", "array source of a file", "normalized", "tensor source", "batch", "samples of a batch"])
 def test_sources_read_the_same_numbers(name: str) -> None:
-    found, pixels = _pickled(name), _pixels().transpose(2, 0, 1).astype(np.float64)
-    assert isinstance(found, sft.sources.Source)
+    source, pixels = _pickled(name), _pixels().transpose(2, 0, 1).astype(np.float64)
+    assert isinstance(source, sft.sources.Source)
     mean, std = np.array([0.5, 0.4, 0.3])[:, None, None], np.array([0.2, 0.25, 0.3])[:, None, None]
     expected = {
         "array source": pixels[None] / 255,
@@ -947,8 +947,8 @@ def test_sources_read_the_same_numbers(name: str) -> None:
         "batch": np.stack([pixels, pixels[:, ::-1]]) / 255,
         "samples of a batch": pixels[None, :, ::-1] / 255,
     }[name]
-    assert found.shape == expected.shape
-    torch.testing.assert_close(_rows(found, 4, 21).double().numpy(), expected[:, :, 4:21], rtol=1e-6, atol=1e-7)
+    assert source.shape == expected.shape
+    torch.testing.assert_close(_rows(source, 4, 21).double().numpy(), expected[:, :, 4:21], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.usefixtures("in_data")
@@ -968,9 +968,9 @@ def test_a_net_trains_on_sources_from_pickles() -> None:
 @pytest.mark.usefixtures("in_data")
 @pytest.mark.parametrize("name", ["labels", "labels of a file"])
 def test_labels_read_the_same_numbers(name: str) -> None:
-    found, expected = _pickled(name), np.load(DATA / "labels.npy").astype(np.int64)
-    assert isinstance(found, sft.sources.LabelSource) and found.shape == (1, 1, *expected.shape)
-    assert np.array_equal(_rows(found, 3, 17)[0, 0].numpy(), expected[3:17])
+    source, expected = _pickled(name), np.load(DATA / "labels.npy").astype(np.int64)
+    assert isinstance(source, sft.sources.LabelSource) and source.shape == (1, 1, *expected.shape)
+    assert np.array_equal(_rows(source, 3, 17)[0, 0].numpy(), expected[3:17])
 
 
 @pytest.mark.usefixtures("in_data")
@@ -1021,9 +1021,9 @@ def test_losses_saved_whole() -> None:
     x, labels = image(2, 3, 21, 18), torch.arange(756).reshape(2, 21, 18) % 4
     plain = copy.deepcopy(training)
     net = sft.compile(training, [tuple(x.shape), labels], options=sft.Options(tile=(8, None)))
-    found, expected = net(x, labels), sft.nn.DiceLoss()(plain.model(x), labels)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    found.backward()
+    net_loss, expected = net(x, labels), sft.nn.DiceLoss()(plain.model(x), labels)
+    torch.testing.assert_close(net_loss, expected, rtol=1e-10, atol=1e-12)
+    net_loss.backward()
     expected.backward()
     _assert_same_gradients(net, plain)
 
@@ -1042,27 +1042,27 @@ def test_repeated_blocks_saved_whole() -> None:
 
 @pytest.mark.parametrize("name", ["compiled", "compiled with plan", "compiled to host", "compiled for mesh"])
 def test_compiled_modules_saved_whole(name: str) -> None:
-    found: Any = _loaded("compiled")[name]
-    model, is_model = seeded(classifier), isinstance(found, nn.Sequential)
-    assert is_model and hasattr(found, "plan_for")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in found.state_dict().items())
-    plan = found.plan_for(_IMAGE)
+    net: Any = _loaded("compiled")[name]
+    model, is_model = seeded(classifier), isinstance(net, nn.Sequential)
+    assert is_model and hasattr(net, "plan_for")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in net.state_dict().items())
+    plan = net.plan_for(_IMAGE)
     if name == "compiled for mesh":
         assert plan.mesh is not None and (plan.mesh.num_replicas, plan.mesh.num_bands) == (2, 3)
         return
-    assert_trains(found, model, image(*_IMAGE))
-    assert any(segment.mode == "tiled" and segment.strip_rows == 8 for segment in found.plan.segments)
+    assert_trains(net, model, image(*_IMAGE))
+    assert any(segment.mode == "tiled" and segment.strip_rows == 8 for segment in net.plan.segments)
     if name == "compiled with plan":
-        assert _decisions(found.plan) == _decisions(sft.Plan.from_json(_text("strips")))
-    assert found.plan.output_placements == ("host" if name == "compiled to host" else "device",)
-    assert found.plan.budget_bytes == (11 * 2**30 if name == "compiled with plan" else 64 * 2**20)
+        assert _decisions(net.plan) == _decisions(sft.Plan.from_json(_text("strips")))
+    assert net.plan.output_placements == ("host" if name == "compiled to host" else "device",)
+    assert net.plan.budget_bytes == (11 * 2**30 if name == "compiled with plan" else 64 * 2**20)
 
 
 @pytest.fixture(scope="module")
 def states() -> dict[str, Any]:
     """Weights and states of optimizers, before and after a step: numbers, texts and tensors only."""
-    found: dict[str, Any] = torch.load(saved_file(DATA / "states.pt.gz"), weights_only=True)
-    return found
+    objects: dict[str, Any] = torch.load(saved_file(DATA / "states.pt.gz"), weights_only=True)
+    return objects
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
@@ -1134,8 +1134,8 @@ def test_optimizers_pickled_whole_make_a_step(name: str) -> None:
 
 
 def test_updates() -> None:
-    found = _pickled("updates")
-    assert [type(update) for update in found] == [sft.optim.SGDUpdate, sft.optim.AdamWUpdate]
+    updates = _pickled("updates")
+    assert [type(update) for update in updates] == [sft.optim.SGDUpdate, sft.optim.AdamWUpdate]
 
 
 def test_a_file_of_streamed_blocks_is_resumed(states: dict[str, Any], tmp_path: Path) -> None:
@@ -1231,12 +1231,12 @@ def test_errors_of_runs(wsi: Any) -> None:
 
 @pytest.mark.usefixtures("in_data")
 def test_recoloured_images(wsi: Any) -> None:
-    found = _pickled("recoloured")
+    recoloured = _pickled("recoloured")
     fresh = _pickled("augmentation").apply(sft.sources.ArrayImage(_pixels()))
-    assert type(found) is type(fresh) and np.array_equal(
-        found.read(0, 0, found.width_px, found.height_px), fresh.read(0, 0, found.width_px, found.height_px)
+    assert type(recoloured) is type(fresh) and np.array_equal(
+        recoloured.read(0, 0, recoloured.width_px, recoloured.height_px), fresh.read(0, 0, recoloured.width_px, recoloured.height_px)
     )
-    unturned = found.image if isinstance(found, wsi.Turned) else found
+    unturned = recoloured.image if isinstance(recoloured, wsi.Turned) else recoloured
     assert isinstance(unturned, wsi.Recoloured)
 
 
@@ -1256,8 +1256,8 @@ def test_networks_for_slides_saved_whole(wsi: Any, head: str) -> None:
         assert torch.equal(evidence(x)[0] if isinstance(evidence(x), tuple) else evidence(x), _first(wsi.Evidence(fresh)(x)))
 
 
-def _first(found: Any) -> Any:
-    return found[0] if isinstance(found, tuple) else found
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
 
 
 @pytest.fixture
@@ -1332,13 +1332,13 @@ def test_pickles_of_today_are_read_back() -> None:
             patch.chdir(DATA)
             if "slide" in name:
                 continue
-            found = pickle.loads(content)
+            value = pickle.loads(content)
             stream = io.BytesIO()
-            pickle.dump(found, stream)
+            pickle.dump(value, stream)
             again = pickle.loads(stream.getvalue())
-        assert type(again) is type(found), name
-        if is_dataclass(found) and not isinstance(found, type) and not _holds_arrays(found):
-            assert again == found and asdict(again) == asdict(found), name
+        assert type(again) is type(value), name
+        if is_dataclass(value) and not isinstance(value, type) and not _holds_arrays(value):
+            assert again == value and asdict(again) == asdict(value), name
 
 
 def _holds_arrays(record: Any) -> bool:

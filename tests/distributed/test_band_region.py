@@ -254,14 +254,14 @@ def test_two_bands_equal_eager(pair: Ranks, name: str) -> None:
 
 def _in_small_windows(rank: int) -> None:
     """Check that gradients of parameters in many windows have the same bits in each step, for any windows, and on both ranks."""
-    mesh, x, found = mesh_of(1, 2), image(2, 3, 40, 16), []
+    mesh, x, gradients = mesh_of(1, 2), image(2, 3, 40, 16), []
     for window_bytes in (sums.WINDOW_BYTES, 512, 512):
         with patch.object(sums, "WINDOW_BYTES", window_bytes):
             net: Any = sft.compile(seeded(NormedVgg).train(), tuple(x.shape), mesh=mesh, options=_TILED)
             net(x).square().sum().backward()
         assert net._sft_engine.rank_context.traffic.overlapped_sent_bytes["parameters"] > 0
-        found.append([parameter.grad for parameter in net.parameters()])
-    for grads in zip(*found, strict=True):
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    for grads in zip(*gradients, strict=True):
         both = [torch.empty_like(grads[0]) for _ in range(2)]
         dist.all_gather(both, grads[0])
         assert all(torch.equal(grads[0], other) for other in (*grads, *both))
@@ -300,7 +300,7 @@ def _automatic_budget(rank: int, free_gib: tuple[float, ...]) -> tuple[int, str,
 
 def test_ranks_agree_on_an_automatic_budget(pair: Ranks) -> None:
     """The smallest free memory of all ranks counts, so that all of them make the same plan."""
-    found = pair.run(_automatic_budget, (12.5, 10.8))
-    assert [budget for budget, _, _ in found] == [sft.parse_bytes("9.5GiB")] * 2
-    assert found[0][1] == "budget auto: 9.50 GiB, the least of 2 ranks" and "of 10.80 GiB free" in found[1][1]
-    assert all(is_split for _, _, is_split in found)
+    results = pair.run(_automatic_budget, (12.5, 10.8))
+    assert [budget for budget, _, _ in results] == [sft.parse_bytes("9.5GiB")] * 2
+    assert results[0][1] == "budget auto: 9.50 GiB, the least of 2 ranks" and "of 10.80 GiB free" in results[1][1]
+    assert all(is_split for _, _, is_split in results)

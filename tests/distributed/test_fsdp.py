@@ -74,8 +74,8 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def _loss(module: Any, x: Tensor) -> Tensor:
-    found: Tensor = module(x).square().sum()
-    return found
+    loss: Tensor = module(x).square().sum()
+    return loss
 
 
 def _check(
@@ -114,10 +114,10 @@ def _check(
         if image_mesh is None or image_mesh[0] == 1:
             for name, buffer in net.named_buffers():
                 assert relative_error(buffer, eager.get_buffer(name)) <= 1e-12, name
-        found, expected = _full(param_grads(net)), param_grads(eager)
-        for grads in (found, expected):
+        gradients, expected = _full(param_grads(net)), param_grads(eager)
+        for grads in (gradients, expected):
             assert {name for name, grad in grads.items() if grad is None} == {"frozen.weight", "frozen.bias"}
-        worst = max(gradient_errors(found, expected).items(), key=lambda item: item[1])
+        worst = max(gradient_errors(gradients, expected).items(), key=lambda item: item[1])
         assert worst[1] <= 1e-12, f"step {step}: {worst}"
         for optimizer in (ours, theirs):
             optimizer.step()
@@ -396,11 +396,11 @@ def test_checkpoints_fit_other_numbers_of_ranks_and_layouts(pair: Ranks, tmp_pat
         pair.run(partial(_trained, loads=False, saves=True, num_steps=2), layout, folder, make_optimizer)
     go_on = partial(_trained, loads=True, saves=False, num_steps=2)
     expected = pair.run(go_on, "parts", folders["parts"], make_optimizer)[0]
-    found = [go_on(0, "alone", folder, make_optimizer) for folder in folders.values()]
-    found += pair.run(go_on, "sharded bands", folders["parts"], make_optimizer)
-    found += pair.run(go_on, "parts", folders["replicas"], make_optimizer)
-    found += pair.run(go_on, "bands", folders["parts"], make_optimizer)
-    for values in found:
+    parameters = [go_on(0, "alone", folder, make_optimizer) for folder in folders.values()]
+    parameters += pair.run(go_on, "sharded bands", folders["parts"], make_optimizer)
+    parameters += pair.run(go_on, "parts", folders["replicas"], make_optimizer)
+    parameters += pair.run(go_on, "bands", folders["parts"], make_optimizer)
+    for values in parameters:
         assert values.keys() == expected.keys()
         for name, value in values.items():
             assert relative_error(value, expected[name]) <= 1e-12, name

@@ -172,12 +172,12 @@ def test_times_of_posts_and_waits() -> None:
 
 def _told(events: Sequence[Event]) -> list[str]:
     """Schedule ops, strips that ran before, and messages posted or waited for."""
-    found, numbers = [], dict[int, int]()
+    lines, numbers = [], dict[int, int]()
     for event in events:
         number = numbers.setdefault(event.ticket, len(numbers))
         what = " and ".join("send" if is_sent else "receive" for _, is_sent in event.messages) or "wait for"
-        found.append(f"{event.what[0]} {event.what[1]}: {what} {event.topic} ({number})")
-    return found
+        lines.append(f"{event.what[0]} {event.what[1]}: {what} {event.topic} ({number})")
+    return lines
 
 
 @pytest.mark.parametrize("name", ["chain", "staged", "panels", "thin"])
@@ -219,7 +219,7 @@ def test_bands_are_balanced_by_computation(
 ) -> None:
     options = sft.Options(tile=(8, None))
     plan = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
-    monkeypatch.setattr("sft.distributed.planning.balance_bands", lambda found, *rest: found)
+    monkeypatch.setattr("sft.distributed.planning.balance_bands", lambda bounds, *rest: bounds)
     even = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
     assert plan.mesh is not None and even.mesh is not None
     assert max(rank.flops for rank in plan.mesh.ranks) <= max(rank.flops for rank in even.mesh.ranks)
@@ -234,10 +234,10 @@ def test_level_bounds() -> None:
         bounds = even_band_bounds(int(generator.integers(num_bands * multiple * 2, 100)), num_bands, multiple)
         own, price = generator.integers(0, 40, num_bands), 3
         costs = [int(each) + price * (stop - start) for each, start, stop in zip(own, bounds, bounds[1:], strict=False)]
-        found = balanced_bounds(bounds, costs, price, multiple)
-        assert (found[0], found[-1], len(found)) == (0, bounds[-1], len(bounds))
-        assert all((stop - start) % multiple == 0 and stop > start for start, stop in pairwise(found[:-1]))
-        after = [int(each) + price * (stop - start) for each, start, stop in zip(own, found, found[1:], strict=False)]
+        levelled = balanced_bounds(bounds, costs, price, multiple)
+        assert (levelled[0], levelled[-1], len(levelled)) == (0, bounds[-1], len(bounds))
+        assert all((stop - start) % multiple == 0 and stop > start for start, stop in pairwise(levelled[:-1]))
+        after = [int(each) + price * (stop - start) for each, start, stop in zip(own, levelled, levelled[1:], strict=False)]
         assert max(after) <= max(costs)
         # No move of a unit of rows to another band makes the largest band smaller.
         most = max(after)
@@ -245,5 +245,5 @@ def test_level_bounds() -> None:
             for taker in range(num_bands):
                 moved = list(after)
                 moved[giver], moved[taker] = moved[giver] - price * multiple, moved[taker] + price * multiple
-                if giver != taker and found[giver + 1] - found[giver] > multiple:
+                if giver != taker and levelled[giver + 1] - levelled[giver] > multiple:
                     assert max(moved) >= most

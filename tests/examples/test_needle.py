@@ -58,12 +58,12 @@ def test_the_other_methods_predict_each_slide_outside_of_training(tmp_path: Path
     table = read_table(make_slides(tmp_path, num_slides=6, size_px=128, needle_px=16, seed=0), TaskConfig())
     settings = Settings(size_px=128, num_steps=2, slides_per_step=1, learning_rate=1e-3, head="max", seed=0)
     names = [record.name for record in table.records if record.split != "train"]
-    found = {
+    by_method = {
         "small": train_downsampled(table, load_slides(table, 3), settings),
         **train_on_patches(table, load_slides(table, 0), settings, 32),
     }
-    assert set(found) == {"small", "mean", "max"}
-    for predictions in found.values():
+    assert set(by_method) == {"small", "mean", "max"}
+    for predictions in by_method.values():
         assert [prediction.name for prediction in predictions] == names
         assert all(sum(prediction.output) == pytest.approx(1) for prediction in predictions)
 

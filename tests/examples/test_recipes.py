@@ -59,10 +59,10 @@ def test_accelerate(tmp_path: Path) -> None:
     for net in (copy.deepcopy(model), _compiled(model)):
         accelerate.state.AcceleratorState._reset_state(True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-        found = train(accelerator, net, _batches(), num_epochs=2)
-        assert found is net
-        assert found.eval()(torch.zeros(_SHAPE)).dtype == torch.float32
-        trained.append({name: value.clone() for name, value in found.state_dict().items()})
+        prepared = train(accelerator, net, _batches(), num_epochs=2)
+        assert prepared is net
+        assert prepared.eval()(torch.zeros(_SHAPE)).dtype == torch.float32
+        trained.append({name: value.clone() for name, value in prepared.state_dict().items()})
     _assert_same(trained[1], trained[0], 2e-3)
     assert not torch.equal(trained[1]["0.weight"], model.state_dict()["0.weight"])
     assert cast(Any, net).plan.segments, "the compiled one was used"

@@ -60,8 +60,8 @@ def test_classes_that_are_nowhere_have_a_weight() -> None:
 
 def test_dice_counts_labelled_voxels_only() -> None:
     labels = torch.tensor([[[[0, 1, 2, IGNORED_LABEL, 1]]]])
-    found = dice(torch.tensor([[[[0, 1, 1, 3, 1]]]]), labels)
-    assert found[:3] == [1.0, 0.8, 0.0] and found[3] != found[3]
+    scores = dice(torch.tensor([[[[0, 1, 1, 3, 1]]]]), labels)
+    assert scores[:3] == [1.0, 0.8, 0.0] and scores[3] != scores[3]
 
 
 def test_the_script_trains_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -485,8 +485,8 @@ def test_gradients_of_outputs_that_are_read_inside_too(wanted: tuple[int, ...]) 
 
 
 def _gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
-    found = {name: p.grad for name, p in net.named_parameters()}
-    return {"input": x.grad, **found}
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    return {"input": x.grad, **gradients}
 
 
 def test_parameter_changed_between_forward_and_backward() -> None:

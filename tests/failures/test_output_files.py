@@ -83,10 +83,10 @@ def test_a_file_for_each_output(tmp_path: Path) -> None:
     names = ("logits.npy", "scores.npy", "input.npy", "again.npy", "number.npy")
     net = sft.compile(copy.deepcopy(model), SHAPE, output=[str(tmp_path / name) for name in names], options=TILED)
     x, x_eager = (image(*SHAPE).requires_grad_() for _ in range(2))
-    found, expected = net(x), model(x_eager)
-    for name, y, reference in zip(names, found, expected, strict=True):
+    results, expected = net(x), model(x_eager)
+    for name, y, reference in zip(names, results, expected, strict=True):
         assert relative_error(y, reference) <= 1e-12 and np.array_equal(np.load(tmp_path / name), y.detach().numpy())
-    for outputs in (found, expected):
+    for outputs in (results, expected):
         sum(weight * y.square().sum() for weight, y in enumerate(outputs, start=1)).backward()
     assert x.grad is not None and x_eager.grad is not None and relative_error(x.grad, x_eager.grad) <= 1e-12
     mixed = sft.compile(model, SHAPE, output=["host", tmp_path / "scores.npy", "host", "host", "host"], options=TILED)(x)

@@ -65,8 +65,8 @@ def _state(net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    with ranks_of(3, tmp_path) as found:
-        yield found
+    with ranks_of(3, tmp_path) as rank_pool:
+        yield rank_pool
 
 
 def _raises_in_forward(rank: int) -> str:
@@ -103,11 +103,11 @@ def _raises_beside_messages(rank: int, method: str) -> str:
 
     def failing(segment: BandSegment, *arguments: Any) -> Any:
         nonlocal num_under_way
-        found = original(segment, *arguments)
+        result = original(segment, *arguments)
         if rank == 1 and transport._pending_works:
             num_under_way = len(transport._pending_works)
             raise OSError("the disk is gone")
-        return found
+        return result
 
     with patch.object(BandSegment, method, failing), pytest.raises((sft.SftError, OSError)) as caught:
         net(x).sum().backward()

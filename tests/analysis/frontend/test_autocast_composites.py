@@ -26,8 +26,8 @@ class _BetweenConvolutions(nn.Module):
         self.first, self.inner, self.second = nn.Conv2d(3, 4, 3), inner, nn.Conv2d(4, 2, 1) if again else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(self.inner(self.first(x)))
-        return found
+        output: Tensor = self.second(self.inner(self.first(x)))
+        return output
 
 
 def _up(mode: str, **options: bool) -> Callable[[Tensor], Tensor]:

@@ -311,8 +311,8 @@ class _Keeping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)
-        found: Tensor = y + self.grid(y.shape[-1])
-        return found
+        scores: Tensor = y + self.grid(y.shape[-1])
+        return scores
 
 
 @pytest.mark.parametrize("where", ["object", "function", "class", "global"])
@@ -321,9 +321,9 @@ def test_caches_are_not_filled_by_a_trace(where: str) -> None:
     model, x = _Keeping(where), torch.randn(_SHAPE)
     try:
         nets = [sft.compile(model, _SHAPE) for _ in range(2)]
-        found = [net(x) for net in nets]
+        outputs = [net(x) for net in nets]
         assert type(model(x)) is Tensor
-        for y in found:
+        for y in outputs:
             torch.testing.assert_close(y, model(x))
     finally:
         _Keeping.of_class = None

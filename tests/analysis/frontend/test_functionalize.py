@@ -76,11 +76,11 @@ _SIMPLE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def _resized(x: Tensor) -> tuple[Tensor, ...]:
     planes, signal, volume = x, x.mean(2), x[:, :, None].relu()
     ways: dict[str, Tensor] = {"nearest": planes, "nearest-exact": planes, "bilinear": planes, "bicubic": planes, "linear": signal}
-    found = [F.interpolate(image, scale_factor=1.5, mode=mode) for mode, image in ways.items()]
-    found += [F.interpolate(image, scale_factor=2, mode=mode) for image in (signal, volume) for mode in ("nearest", "nearest-exact")]
-    found += [F.interpolate(planes, size=(5, 3), mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
-    found += [F.interpolate(planes, size=(planes.shape[2] + 1, 8), mode="bilinear", align_corners=True).relu_()]
-    return *found, F.interpolate(volume, scale_factor=2, mode="trilinear")
+    images = [F.interpolate(image, scale_factor=1.5, mode=mode) for mode, image in ways.items()]
+    images += [F.interpolate(image, scale_factor=2, mode=mode) for image in (signal, volume) for mode in ("nearest", "nearest-exact")]
+    images += [F.interpolate(planes, size=(5, 3), mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
+    images += [F.interpolate(planes, size=(planes.shape[2] + 1, 8), mode="bilinear", align_corners=True).relu_()]
+    return *images, F.interpolate(volume, scale_factor=2, mode="trilinear")
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -206,9 +206,9 @@ def _summed(x: Tensor, conv: nn.Module) -> Tensor:
 
 def _losses(x: Tensor, conv: nn.Module) -> Tensor:
     y, labels = conv(x), x[:, 0].long().clamp(0, 2)
-    found = F.binary_cross_entropy_with_logits(y, y.sigmoid()) + F.cross_entropy(y, labels)
+    loss = F.binary_cross_entropy_with_logits(y, y.sigmoid()) + F.cross_entropy(y, labels)
     return (
-        found
+        loss
         + F.mse_loss(y, y.flip(1))
         + F.kl_div(y.log_softmax(1), y.softmax(1), reduction="sum")
         + F.cosine_similarity(y, y.flip(1)).sum()
@@ -236,9 +236,9 @@ def test_casts_of_autocast_are_those_of_decomposition(name: str, dtype: torch.dt
         direct = functionalize_by_rewriting(exported, AutocastPolicy("cpu"))
         long_way = build_graph(_decomposed(exported))
     assert direct is not None, "this network went the long way"
-    found = build_graph(direct)
-    assert any(node.target == "aten._to_copy.default" for node in found.operators)
-    assert _renamed(found) == _renamed(long_way)
+    converted = build_graph(direct)
+    assert any(node.target == "aten._to_copy.default" for node in converted.operators)
+    assert _renamed(converted) == _renamed(long_way)
 
 
 class _Wrapped(nn.Module):
@@ -257,9 +257,9 @@ def test_sizes_may_be_symbols() -> None:
     exported = _exported(_Wrapped(model).eval(), shape, symbolic=True)
     direct = functionalize_by_rewriting(exported)
     assert direct is not None
-    found = build_graph(direct)
-    assert any(not isinstance(size, int) for node in found.nodes for size in node.shape)
-    assert _renamed(found) == _renamed(build_graph(_decomposed(exported)))
+    converted = build_graph(direct)
+    assert any(not isinstance(size, int) for node in converted.nodes for size in node.shape)
+    assert _renamed(converted) == _renamed(build_graph(_decomposed(exported)))
 
 
 @pytest.mark.parametrize("function", _OVERLAPPING)

@@ -355,7 +355,7 @@ def test_hooks_of_the_root_run_once() -> None:
     model = chain(nn.Conv2d(3, 4, 3)).double()
     net = sft.compile(copy.deepcopy(model), _SHAPE)
     calls: list[str] = []
-    found = []
+    steps = []
     for module in (model, net):
         module.register_forward_pre_hook(lambda _, inputs: calls.append("before") or (inputs[0] * 2,))  # type: ignore[func-returns-value]
         module.register_forward_hook(lambda _, inputs, output: calls.append("after") or output + 1)  # type: ignore[func-returns-value]
@@ -363,9 +363,9 @@ def test_hooks_of_the_root_run_once() -> None:
         y = module(x)
         y.square().sum().backward()
         assert x.grad is not None
-        found.append((y, x.grad))
+        steps.append((y, x.grad))
     assert calls == ["before", "after"] * 2
-    assert all(relative_error(ours, eager) <= 1e-12 for ours, eager in zip(found[1], found[0], strict=True))
+    assert all(relative_error(ours, eager) <= 1e-12 for ours, eager in zip(steps[1], steps[0], strict=True))
 
 
 def test_the_callers_hooks_and_anomaly_detection_are_not_on_while_a_model_is_traced() -> None:
@@ -373,9 +373,9 @@ def test_the_callers_hooks_and_anomaly_detection_are_not_on_while_a_model_is_tra
     net = sft.compile(model, (1, 3, None, None))
     x = torch.randn(1, 3, 24, 20)
     checkpoint(net, x, use_reentrant=False).sum().backward()  # captures anew while its hooks are on
-    found = [param.grad for param in net.parameters()]
+    gradients = [param.grad for param in net.parameters()]
     plain = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
-    torch.testing.assert_close(found, list(plain))
+    torch.testing.assert_close(gradients, list(plain))
     with torch.autograd.set_detect_anomaly(True):
         assert sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SELU()), (1, 3, 30, 20))(torch.randn(1, 3, 30, 20)).requires_grad
         assert torch.is_anomaly_enabled()

@@ -150,8 +150,8 @@ def test_item_of_a_constant_is_a_python_number() -> None:
 
 
 def _all_loose(model: Any, y: Tensor) -> Tensor:
-    found: Tensor = model.heads[0](y) * model.scales["a"][0] * model.own
-    return found
+    scores: Tensor = model.heads[0](y) * model.scales["a"][0] * model.own
+    return scores
 
 
 def _loose(*, requires_grad: bool) -> Any:
@@ -248,11 +248,11 @@ def test_tensors_of_other_objects_without_gradients_are_constants() -> None:
     net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
     for _ in range(2):
         outputs = net(x), model(x)
-        found, expected = (
+        ours, expected = (
             torch.autograd.grad(out.sum(), tuple(module.conv.parameters())) for out, module in zip(outputs, (net, model), strict=True)
         )
         torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
         with torch.no_grad():
             model.box.layer.weight.mul_(2)
 
@@ -294,15 +294,15 @@ def test_a_generator_is_refused() -> None:
 
 
 def _turned(model: Any, y: Tensor) -> Tensor:
-    found: Tensor = model.norm(y)
+    y2: Tensor = model.norm(y)
     model.norm.train(not model.norm.training)
-    return found
+    return y2
 
 
 def _kept_frozen(model: Any, y: Tensor) -> Tensor:
     model.norm.eval()
-    found: Tensor = model.norm(y)
-    return found
+    output: Tensor = model.norm(y)
+    return output
 
 
 def test_a_submodule_that_changes_its_mode_each_time_is_refused() -> None:
@@ -319,8 +319,8 @@ def test_a_submodule_that_is_put_into_one_mode_is_exact() -> None:
 def test_parameters_that_forward_freezes_are_refused() -> None:
     def then(model: Any, y: Tensor) -> Tensor:
         model.last.weight.requires_grad_(False)
-        found: Tensor = model.last(y)
-        return found
+        output: Tensor = model.last(y)
+        return output
 
     model: Any = _Model(then, last=nn.Conv2d(4, 2, 3))
     with pytest.raises(sft.UnsupportedError, match="weight: `forward` sets requires_grad of this parameter; set it outside"):

@@ -50,11 +50,11 @@ def test_the_graph_is_that_of_the_decomposition(
 ) -> None:
     with torch.device(device):
         model = _Norms().train(training)
-    found = _captured(model, device, autocast)
+    ours = _captured(model, device, autocast)
     skip_patch(monkeypatch, "batch_norm_shapes")
     expected = _captured(model, device, autocast)
-    assert numbered(found.graph) == numbered(expected.graph)
-    assert sum("norm" in node.target for node in found.graph.operators) >= 3
+    assert numbered(ours.graph) == numbered(expected.graph)
+    assert sum("norm" in node.target for node in ours.graph.operators) >= 3
 
 
 def test_the_decomposition_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_visibly_contiguous_strides_need_no_proof(monkeypatch: pytest.MonkeyPatc
     original = torch.empty_like
     module = importlib.import_module("sft.analysis.frontend.replacement_functions")
     monkeypatch.setattr(module.torch, "empty_like", like)
-    found = _captured(model, "meta", None)
+    ours = _captured(model, "meta", None)
     monkeypatch.undo()
     skip_patch(monkeypatch, "batch_norm_shapes")
     assert not proved
-    assert numbered(found.graph) == numbered(_captured(model, "meta", None).graph)
+    assert numbered(ours.graph) == numbered(_captured(model, "meta", None).graph)

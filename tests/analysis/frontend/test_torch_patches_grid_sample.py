@@ -53,13 +53,13 @@ def _captured(model: nn.Module) -> Capture:
 
 def test_the_graph_is_that_of_the_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Warped()
-    found = _captured(model)
+    ours = _captured(model)
     skip_patch(monkeypatch, "grid_sample_shapes")
     monkeypatch.setattr(
         importlib.import_module("sft.analysis.frontend.functionalize"), "functionalize_by_rewriting", lambda *arguments: None
     )
-    assert numbered(found.graph) == numbered(_captured(model).graph)
-    assert [node.target for node in found.graph.operators].count("aten.grid_sampler.default") == 3
+    assert numbered(ours.graph) == numbered(_captured(model).graph)
+    assert [node.target for node in ours.graph.operators].count("aten.grid_sampler.default") == 3
 
 
 def test_the_decomposition_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

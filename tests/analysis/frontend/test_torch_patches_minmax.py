@@ -51,12 +51,12 @@ def test_padding_by_the_size_is_exact(extents: tuple[int, int]) -> None:
 
 def test_sizes_stay_short() -> None:
     """Six strides: as Max and Min expressions, sizes have thousands of operations, and the exporter takes minutes."""
-    found = capture(SamePadded(6), [(1, 3, 200, 180)], [torch.float32], torch.device("cpu"))
-    sizes = [extent for node in found.graph.nodes for extent in node.shape if isinstance(extent, sp.Basic)]
+    captured = capture(SamePadded(6), [(1, 3, 200, 180)], [torch.float32], torch.device("cpu"))
+    sizes = [extent for node in captured.graph.nodes for extent in node.shape if isinstance(extent, sp.Basic)]
     assert max(size.count_ops() for size in sizes) <= 40
     assert not any(size.has(sp.Max, sp.Min) for size in sizes)
     for height in range(150, 250):  # all remainders, the smallest images excepted
-        assert found.bind([(1, 3, height, 190)]) is not None
+        assert captured.bind([(1, 3, height, 190)]) is not None
 
 
 def test_builtins_are_not_replaced() -> None:

@@ -39,8 +39,8 @@ class _Windows(nn.Module):
 
 def test_windows_of_windows_are_captured_for_one_size() -> None:
     model = seeded(lambda: _Windows(4))
-    found = capture(model, [(2, 3, 80, 68)], [torch.float64], torch.device("cpu"))
-    assert found.graph[found.graph.inputs[0]].shape == (2, 3, 80, 68)
+    captured = capture(model, [(2, 3, 80, 68)], [torch.float64], torch.device("cpu"))
+    assert captured.graph[captured.graph.inputs[0]].shape == (2, 3, 80, 68)
     net = sft.compile(model, (1, 3, None, None))
     for size in ((80, 68), (72, 100)):
         x = image(1, 3, *size)
@@ -63,8 +63,8 @@ def test_the_error_with_constant_sizes_is_the_reason() -> None:
 
     class Model(_Windows):
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = _DoubledGrad.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch has no types for it
-            return found
+            output: Tensor = _DoubledGrad.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch has no types for it
+            return output
 
     with pytest.raises(sft.UnsupportedError, match=r"_DoubledGrad: a torch\.autograd\.Function has a backward of its own"):
         sft.compile(seeded(lambda: Model(4)), (2, 3, 80, 68))

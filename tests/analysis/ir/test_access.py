@@ -186,21 +186,21 @@ def _resnet152(frontier: _F) -> list[_F]:
     """Frontiers after the stem and each block."""
     for kernel in (7, 3):
         frontier = frontier.compose(AxisMap.window(kernel=kernel, stride=2, padding=kernel // 2, dilation=1))
-    found = [frontier]
+    frontiers = [frontier]
     for stage, depth in enumerate((3, 8, 36, 3)):
-        found += [frontier := _bottleneck(frontier, 2 if stage > 0 and index == 0 else 1) for index in range(depth)]
-    return found
+        frontiers += [frontier := _bottleneck(frontier, 2 if stage > 0 and index == 0 else 1) for index in range(depth)]
+    return frontiers
 
 
 def test_a_resnet152_stays_one_floor() -> None:
     """Fifty joins, 152 layers: the skip's frontier is never below the body's, so one term remains, and it is the nested evaluation's."""
-    found = _resnet152(Frontier())
-    assert len(found) == 51
-    assert {len(frontier.terms) for frontier in found} == {1}
-    assert found[-1].period == 32
-    assert len(str(found[-1].expr(sp.Symbol("R")))) < 40
+    frontiers = _resnet152(Frontier())
+    assert len(frontiers) == 51
+    assert {len(frontier.terms) for frontier in frontiers} == {1}
+    assert frontiers[-1].period == 32
+    assert len(str(frontiers[-1].expr(sp.Symbol("R")))) < 40
     for rows in range(-2000, 4000, 7):
-        assert [frontier(rows) for frontier in found] == _resnet152(_Rows(rows))
+        assert [frontier(rows) for frontier in frontiers] == _resnet152(_Rows(rows))
 
 
 @pytest.mark.parametrize("levels", [2, 4, 6])

@@ -97,10 +97,10 @@ def test_every_vertex_has_one_place_in_the_tree(network: Network) -> None:
 
 
 def _places(dag: ValueDag) -> list[int]:
-    found: list[int] = []
+    places: list[int] = []
     waiting = [division_tree(dag)]
     while waiting:
         part = waiting.pop()
-        found += part.connecting
+        places += part.connecting
         waiting += part.parts
-    return sorted(found)
+    return sorted(places)

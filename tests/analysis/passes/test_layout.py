@@ -28,15 +28,15 @@ def _reshapes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
     for extent in shape:
         divisor = draw(st.sampled_from([d for d in range(1, extent + 1) if extent % d == 0]))
         pieces += [divisor, extent // divisor] if draw(st.booleans()) else [extent]
-    found: list[int] = []
+    sizes: list[int] = []
     for piece in pieces:
-        if found and draw(st.integers(0, 2)) == 0:
-            found[-1] *= piece
+        if sizes and draw(st.integers(0, 2)) == 0:
+            sizes[-1] *= piece
         elif piece != 1 or draw(st.booleans()):
-            found.append(piece)
+            sizes.append(piece)
         if draw(st.integers(0, 5)) == 0:
-            found.append(1)
-    return tuple(found) if math.prod(found) == math.prod(shape) else shape
+            sizes.append(1)
+    return tuple(sizes) if math.prod(sizes) == math.prod(shape) else shape
 
 
 @given(data=st.data())
@@ -55,12 +55,12 @@ def test_tracked_layout_matches_the_tensor(data: st.DataObject) -> None:
             value, layout = value.permute(order), layout.permuted(order)
         else:
             wanted = data.draw(_reshapes(tuple(value.shape)))
-            found = reshape_layout(layout, image.shape, wanted, _AXES)
-            if found is None:
+            tracked = reshape_layout(layout, image.shape, wanted, _AXES)
+            if tracked is None:
                 continue  # a split of the image's axes, or of its batch: not tracked
-            value, layout = value.reshape(wanted), found.layout
-            if found.rearrangement is not None:
-                change = found.rearrangement
+            value, layout = value.reshape(wanted), tracked.layout
+            if tracked.rearrangement is not None:
+                change = tracked.rearrangement
                 image = rearrange(image, change.split, change.order, change.shape, 2)
         whole = merge_channels(layout, image.shape, _AXES)
         if whole is not None and whole.rearrangement is not None:
@@ -110,9 +110,9 @@ def test_attention_runs_untiled_and_streaming_resumes_after_it() -> None:
     assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
     assert any("1: matmul" in note for note in report.plan.notes)
     assert "On full tensors" in report.plan.explain()
-    found = sft.check(model, (1, 3, 25, 27))
-    assert found.ok and any("1: matmul" in reason and "pooled" in reason for reason in found.whole_reasons)
-    assert "on full tensors" in str(found)
+    layers = sft.check(model, (1, 3, 25, 27))
+    assert layers.ok and any("1: matmul" in reason and "pooled" in reason for reason in layers.whole_reasons)
+    assert "on full tensors" in str(layers)
 
 
 def test_check_reports_uncompilable_models_without_raising() -> None:
@@ -120,8 +120,8 @@ def test_check_reports_uncompilable_models_without_raising() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.poisson(x.abs())
 
-    found = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), Noisy()), (1, 3, 32, 32))
-    assert not found.ok and "1: poisson" in found.problems[0]
+    report = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), Noisy()), (1, 3, 32, 32))
+    assert not report.ok and "1: poisson" in report.problems[0]
     assert not sft.check(nn.Conv2d(3, 4, 3), (1, 5, 32, 32)).ok
 
 
@@ -261,8 +261,8 @@ def test_a_token_joined_to_a_list_of_pixels_is_no_image() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = self.conv(x).permute(0, 2, 3, 1).roll(1, 1) + self.places
             tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), y.reshape(x.shape[0], -1, 6)], 1)
-            found: Tensor = self.head(self.norm(tokens)[:, 0]) + tokens.mean(1)[:, :2]
-            return found
+            scores: Tensor = self.head(self.norm(tokens)[:, 0]) + tokens.mean(1)[:, :2]
+            return scores
 
     for batch in (1, 2):
         assert_exact(Classed(), torch.rand(batch, 3, 14, 10), options=sft.Options(tile=(4, None)), steps=1)
@@ -283,8 +283,8 @@ class _Between(nn.Module):
         self.function, self.first, self.norm, self.last = function, nn.Conv2d(3, 6, 3, padding=1), nn.LayerNorm(6), nn.Conv2d(6, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.function(self.norm(self.first(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2))
-        return found
+        output: Tensor = self.last(self.function(self.norm(self.first(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2))
+        return output
 
 
 @pytest.mark.parametrize("tile", [(5, None), (4, 3)])

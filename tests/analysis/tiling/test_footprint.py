@@ -129,18 +129,18 @@ def test_tall_strips_follow_one_line(footprint: Footprint) -> None:
 
 @given(footprint=_footprints, stride=st.sampled_from([1, 3, 8]), num_bytes=st.integers(0, 3_000_000))
 def test_largest_strip_by_brute_force(footprint: Footprint, stride: int, num_bytes: int) -> None:
-    found = footprint.largest_strip(num_bytes, stride)
+    strip_rows = footprint.largest_strip(num_bytes, stride)
     # Every value has at least a byte for eight rows, so fewer strides fit than this number, unless there is no value.
     if not footprint.values:
-        assert found is not None and footprint.working_bytes(found) == 0
+        assert strip_rows is not None and footprint.working_bytes(strip_rows) == 0
         return
     fitting = [n for n in range(1, 400) if footprint.working_bytes(n * stride) <= num_bytes]
     if not fitting:
-        assert found is None
+        assert strip_rows is None
     elif fitting[-1] < 399:
-        assert found == fitting[-1] * stride
+        assert strip_rows == fitting[-1] * stride
     else:
-        assert found is not None and footprint.working_bytes(found) <= num_bytes < footprint.working_bytes(found + stride)
+        assert strip_rows is not None and footprint.working_bytes(strip_rows) <= num_bytes < footprint.working_bytes(strip_rows + stride)
 
 
 def test_state_bytes_by_hand() -> None:

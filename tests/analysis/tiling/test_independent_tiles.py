@@ -44,8 +44,8 @@ def _paper() -> Built:
 
 def test_sizes_of_the_papers_example() -> None:
     """64 rows of the result, hence 128 after the second convolution, 130 before, 260 after the first, 262 of the input."""
-    found = _tile(_paper(), {"p2": Interval(64, 128)})
-    assert {name: len(node.new) for name, node in found.items()} == {"x": 262, "c1": 260, "p1": 130, "c2": 128, "p2": 64}
+    nodes = _tile(_paper(), {"p2": Interval(64, 128)})
+    assert {name: len(node.new) for name, node in nodes.items()} == {"x": 262, "c1": 260, "p1": 130, "c2": 128, "p2": 64}
 
 
 def test_clipped_at_the_border_in_full() -> None:
@@ -70,9 +70,9 @@ def test_several_results_and_a_reduction() -> None:
     b.mean("g", "c1")
     b.conv("c2", "c1", 4, 5)
     built = b.build("c2", "g")
-    found = _tile(built, {"c1": Interval(8, 16), "c2": Interval(8, 16)})
-    assert found["c1"].new == Interval(6, 18) and found["x"].new == Interval(5, 19)
-    assert found["g"].reads == (OperandRead(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
+    nodes = _tile(built, {"c1": Interval(8, 16), "c2": Interval(8, 16)})
+    assert nodes["c1"].new == Interval(6, 18) and nodes["x"].new == Interval(5, 19)
+    assert nodes["g"].reads == (OperandRead(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
     shares = [_tile(built, {"c1": i, "c2": i})["g"].reads[0].rows for i in (Interval(0, 10), Interval(10, 20), Interval(20, 32))]
     assert shares == [Interval(0, 10), Interval(10, 20), Interval(20, 32)]
 
@@ -82,9 +82,9 @@ def test_upsampled_rows_are_computed_in_complete_groups() -> None:
     b = GraphBuilder((1, 3, 10, 10))
     b.upsample("up", "x", 3)
     b.conv("c", "up", 4)
-    found = _tile(b.build(), {"c": Interval(9, 13)})
-    assert found["c"].reads == (OperandRead(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
-    assert (found["up"].new, found["x"].new) == (Interval(6, 15), Interval(2, 5))
+    nodes = _tile(b.build(), {"c": Interval(9, 13)})
+    assert nodes["c"].reads == (OperandRead(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
+    assert (nodes["up"].new, nodes["x"].new) == (Interval(6, 15), Interval(2, 5))
 
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
@@ -108,8 +108,8 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
 
 
 def test_an_empty_tile_reads_no_rows() -> None:
-    found = _tile(_paper(), {"p2": Interval(7, 7)})
-    assert not any(node.new or node.reads for node in found.values())
+    nodes = _tile(_paper(), {"p2": Interval(7, 7)})
+    assert not any(node.new or node.reads for node in nodes.values())
 
 
 class _Net(nn.Module):

@@ -206,16 +206,16 @@ def _crossing_bytes(phases: PhasedGraph) -> int:
 @given(_gated())
 def test_retiming_never_adds_crossing_bytes_and_keeps_the_order(builder: GraphBuilder) -> None:
     graph = builder.build().graph
-    found = find_phases(graph)
+    phases = find_phases(graph)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(phases_module, "retime", lambda _, level, *rest: dict(level))
         earliest = find_phases(graph)
-    assert _crossing_bytes(found) <= _crossing_bytes(earliest)
-    at = {name: index for index, phase in enumerate(found.phases) for name in (*phase.streamed, *phase.tail)}
-    streamed = {name for phase in found.phases for name in phase.streamed}
+    assert _crossing_bytes(phases) <= _crossing_bytes(earliest)
+    at = {name: index for index, phase in enumerate(phases.phases) for name in (*phase.streamed, *phase.tail)}
+    streamed = {name for phase in phases.phases for name in phase.streamed}
     for name, index in at.items():
-        strips = found.rows[name].streamed_operands(found.graph[name], found.streamed)
-        for operand in found.graph[name].operands:
+        strips = phases.rows[name].streamed_operands(phases.graph[name], phases.streamed)
+        for operand in phases.graph[name].operands:
             if operand in at:
                 waits = name in streamed and not (operand in streamed and operand in strips)
                 assert at[operand] + waits <= index

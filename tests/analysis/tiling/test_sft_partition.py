@@ -21,9 +21,9 @@ def _partition(built: Built, limit_bytes: int) -> Partition:
     return partition(built.operators, built.shapes, limit_bytes)
 
 
-def _shown(found: Partition) -> list[tuple[str, ...]]:
+def _shown(partition: Partition) -> list[tuple[str, ...]]:
     """Operators by segment; a tiled one is marked by a leading star."""
-    return [(("*",) if segment.tiled else ()) + segment.names for segment in found.segments]
+    return [(("*",) if segment.tiled else ()) + segment.names for segment in partition.segments]
 
 
 def _down() -> Built:
@@ -47,17 +47,17 @@ def _down() -> Built:
     ],
 )
 def test_partition_of_a_chain(limit: int, expected: list[tuple[str, ...]]) -> None:
-    found = _partition(_down(), limit)
-    assert _shown(found) == expected
-    assert not found.problems
-    assert all(segment.dimensions == ("batch", "height", "width") for segment in found.segments if segment.tiled)
+    partition = _partition(_down(), limit)
+    assert _shown(partition) == expected
+    assert not partition.problems
+    assert all(segment.dimensions == ("batch", "height", "width") for segment in partition.segments if segment.tiled)
 
 
 def test_partition_out_of_memory() -> None:
     """No segment can end if not even the result fits: the paper's out of memory."""
-    found = _partition(_down(), _PLANE_BYTES // 2)
-    assert _shown(found) == [("*", "c1", "c2", "p1", "c3", "p2", "c4")]
-    assert len(found.problems) == 1 and f"holds {_PLANE_BYTES // 2} bytes" in found.problems[0]
+    partition = _partition(_down(), _PLANE_BYTES // 2)
+    assert _shown(partition) == [("*", "c1", "c2", "p1", "c3", "p2", "c4")]
+    assert len(partition.problems) == 1 and f"holds {_PLANE_BYTES // 2} bytes" in partition.problems[0]
 
 
 def test_partition_follows_a_skip_to_its_post_dominator() -> None:
@@ -118,9 +118,9 @@ def test_partition_reports_untileable_segments() -> None:
     b.mean("g", "c1")
     b.join("gated", "c1", "g", "mul")
     b.max_pool("p", "gated", 4, 4)
-    found = _partition(b.build(), 8 * _PLANE_BYTES)
-    assert [segment.dimensions for segment in found.segments] == [("batch",)]
-    assert len(found.problems) == 1 and "smallest tile (batch)" in found.problems[0]
+    partition = _partition(b.build(), 8 * _PLANE_BYTES)
+    assert [segment.dimensions for segment in partition.segments] == [("batch",)]
+    assert len(partition.problems) == 1 and "smallest tile (batch)" in partition.problems[0]
 
 
 def test_least_tile_by_hand() -> None:
@@ -146,8 +146,8 @@ def test_partition_of_random_graphs(dag: Dag, limit_kib: int) -> None:
     unread = {value for value in range(1, len(dag.nodes) + 1)} - read  # captures have no unused operators
     built = graph_of(replace(dag, outputs=tuple(sorted(unread.union(dag.outputs)))))
     graph, limit = built.graph, limit_kib * 1024
-    found = _partition(built, limit)
-    assert tuple(name for segment in found.segments for name in segment.names) == built.names
+    partition = _partition(built, limit)
+    assert tuple(name for segment in partition.segments for name in segment.names) == built.names
 
     def fits(name: str) -> bool:
         size = graph[name].itemsize_bytes
@@ -155,7 +155,7 @@ def test_partition_of_random_graphs(dag: Dag, limit_kib: int) -> None:
             size *= extent
         return size < limit
 
-    for segment in found.segments:
+    for segment in partition.segments:
         if not segment.tiled:
             assert all(fits(name) for name in segment.names)
             continue

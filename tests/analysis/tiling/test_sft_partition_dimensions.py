@@ -44,8 +44,8 @@ def _separators(built: Built) -> list[tuple[int, str]]:
 
 
 def _segments(built: Built, *wanted: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    found = fused_segments(built.operators, wanted)
-    return [(segment.names, segment.dimensions) for segment in found]
+    segments = fused_segments(built.operators, wanted)
+    return [(segment.names, segment.dimensions) for segment in segments]
 
 
 def _chain() -> Built:
@@ -168,13 +168,13 @@ def test_separators_of_resnet18() -> None:
     """The stem's four operators, and in each block the sum and the ReLU after it; inside a block the skip crosses too."""
     phases = _captured(freeze_norm(resnet18(2, width=4)), 64)
     run = phases.phases[0].streamed
-    found = separators(phases.graph, run, phases.streamed)
-    assert [_operator(phases, value) for _, value in found] == [
+    positions = separators(phases.graph, run, phases.streamed)
+    assert [_operator(phases, value) for _, value in positions] == [
         "conv2d", "_native_batch_norm_legit_no_training", "relu", "max_pool2d", *["add", "relu"] * 8,
     ]  # fmt: skip
     # Blocks have 5 operators between, 7 with a convolution and a norm on the skip; the pooled mean reads the last ReLU.
-    assert [b - a for (a, _), (b, _) in pairwise(found[3:])] == [6, 1, 6, 1, *[8, 1, 6, 1] * 3]
-    position, value = found[-1]
+    assert [b - a for (a, _), (b, _) in pairwise(positions[3:])] == [6, 1, 6, 1, *[8, 1, 6, 1] * 3]
+    position, value = positions[-1]
     assert run[position] == phases.graph.users[value][0]
     whole = fused_segments(phases.run(run[:position]))
     assert [(segment.names, segment.dimensions) for segment in whole] == [(run[:position], ("batch", "height", "width"))]
@@ -184,10 +184,10 @@ def test_separators_of_a_unet() -> None:
     """Between the first level's last ReLU and the last concatenation, which reads it, at least two values cross."""
     phases = _captured(unet(2, levels=4, width=4), 64)
     run = phases.phases[0].streamed
-    found = separators(phases.graph, run, phases.streamed)
-    kinds = [_operator(phases, value) for _, value in found]
+    positions = separators(phases.graph, run, phases.streamed)
+    kinds = [_operator(phases, value) for _, value in positions]
     assert kinds == ["conv2d", "relu", "conv2d", "relu", "cat", "conv2d", "relu", "conv2d", "relu"]
-    assert [position for position, _ in found] == [1, 2, 3, 4, *range(len(run) - 5, len(run))]
+    assert [position for position, _ in positions] == [1, 2, 3, 4, *range(len(run) - 5, len(run))]
 
 
 @given(dag=dags())

@@ -184,11 +184,11 @@ def test_two_convolutions_in_full() -> None:
     b.conv("b", "a", 1)
     schedule = _schedule(b.build(), 2)
     i = Interval
-    found = [
+    strips = [
         [(node.name, node.new, node.carried, [(r.rows, r.pad_low, r.pad_high) for r in node.reads]) for node in step.nodes[1:]]
         for step in _steps(schedule)
     ]
-    assert found == [
+    assert strips == [
         [("a", i(0, 1), i(0, 0), [(i(0, 2), 1, 0)]), ("b", i(0, 0), i(0, 0), [])],
         [("a", i(1, 3), i(0, 1), [(i(0, 4), 0, 0)]), ("b", i(0, 2), i(0, 0), [(i(0, 3), 1, 0)])],
         [("a", i(3, 5), i(1, 3), [(i(2, 5), 0, 1)]), ("b", i(2, 4), i(2, 2), [(i(1, 5), 0, 0)])],

@@ -263,12 +263,12 @@ def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
     assert len({case.shape_class for case in cases}) == len(cases)
     benchmarker = ListBenchmarker(slow=frozenset({"max pool"}))
     seen: list[str] = []
-    found = tune(cases, benchmarker, tmp_path, advance=seen.append)
+    result = tune(cases, benchmarker, tmp_path, advance=seen.append)
     assert seen == [case.shape_class.label for case in cases]
     ways = [(case.shape_class.operator, variant) for case in cases for variant in launch_variants(case.shape_class)]
     assert benchmarker.verified == benchmarker.timed == ways
-    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
-    selector = TableSelector(table=found.table)
+    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == result.table
+    selector = TableSelector(table=result.table)
     assert all(selector.selects_kernel(case.shape_class) == (case.shape_class.operator != "max pool") for case in cases)
 
 
@@ -278,11 +278,11 @@ def test_the_fastest_correct_kernel_is_selected(tmp_path: Path) -> None:
     convolutions = [case for case in cases if case.shape_class.operator.startswith("conv2d")]
     assert {TableSelector(table=table).launch_variant_of(case.shape_class) for case in convolutions} == {"deep"}
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == table
-    found = tune(cases, ListBenchmarker(fast="deep", wrong="deep"), tmp_path, again=True)
-    assert {entry.variant for entry in found.table.entries} == {"default"}
-    assert len(found.table.entries) == len(cases)
-    assert len(found.refused) == len(convolutions) and all(", deep: wrong" in line for line in found.refused)
-    assert TableSelector(table=found.table).launch_variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
+    result = tune(cases, ListBenchmarker(fast="deep", wrong="deep"), tmp_path, again=True)
+    assert {entry.variant for entry in result.table.entries} == {"default"}
+    assert len(result.table.entries) == len(cases)
+    assert len(result.refused) == len(convolutions) and all(", deep: wrong" in line for line in result.refused)
+    assert TableSelector(table=result.table).launch_variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
 
 
 def test_splits_by_class() -> None:
@@ -300,13 +300,13 @@ def test_splits_by_class() -> None:
 def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
     cases = collect_tuning_cases(_request(None), torch.device("cpu"))
     benchmarker = ListBenchmarker(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
-    found = tune(cases, benchmarker, tmp_path)
+    result = tune(cases, benchmarker, tmp_path)
     bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
     assert bad.isdisjoint(operator for operator, _ in benchmarker.timed)
-    assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
+    assert bad.isdisjoint(entry.shape_class.operator for entry in result.table.entries)
     wrong = [t for t in cases if t.shape_class.operator in bad - {benchmarker.fails}]
-    assert sum("wrong, error" in line for line in found.refused) == sum(len(launch_variants(t.shape_class)) for t in wrong)
-    assert any("out of registers" in line for line in found.refused)
+    assert sum("wrong, error" in line for line in result.refused) == sum(len(launch_variants(t.shape_class)) for t in wrong)
+    assert any("out of registers" in line for line in result.refused)
 
 
 def test_an_interrupted_run_continues(tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     begun = next(place for place, case in enumerate(cases) if case.shape_class.operator == last)
     assert len(held.entries) == begun > 0
     second = ListBenchmarker()
-    found = tune(cases, second, tmp_path)
-    assert found.num_known == len(held.entries)
-    assert len(found.table.entries) == len(cases)
+    result = tune(cases, second, tmp_path)
+    assert result.num_known == len(held.entries)
+    assert len(result.table.entries) == len(cases)
     assert len(second.timed) == sum(len(launch_variants(case.shape_class)) for case in cases[begun:])
     third = ListBenchmarker()
     assert tune(cases, third, tmp_path).num_known == len(cases)
@@ -332,8 +332,8 @@ def test_an_interrupted_run_continues(tmp_path: Path) -> None:
 
 def test_tuning_with_little_time(tmp_path: Path) -> None:
     cases = collect_tuning_cases(_request(None), torch.device("cpu"))
-    found = tune(cases, ListBenchmarker(), tmp_path, limit_seconds=-1.0)
-    assert found.num_left == len(cases) and not found.measured and not found.table.entries
+    result = tune(cases, ListBenchmarker(), tmp_path, limit_seconds=-1.0)
+    assert result.num_left == len(cases) and not result.measured and not result.table.entries
     console = Console(record=True, width=200)
     show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, benchmarker=ListBenchmarker())
     text = console.export_text()

@@ -27,8 +27,8 @@ class _Tokens(nn.Module):
         batch, _, height, width = x.shape
         tokens = self.mix(self.norm(self.stem(x).flatten(2).transpose(1, 2)))
         back = tokens.transpose(1, 2).reshape(batch, 8, height // self.stride, width // self.stride)
-        found: Tensor = self.last(back)
-        return found
+        output: Tensor = self.last(back)
+        return output
 
 
 class _Involution(nn.Module):
@@ -43,8 +43,8 @@ class _Involution(nn.Module):
         weight = self.kernels(self.pool(x))
         batch, _, height, width = weight.shape
         windows = F.unfold(x, 3, 1, 1, 2).view(batch, 2, 2, 9, height, width)
-        found: Tensor = (weight.view(batch, 2, 1, 9, height, width) * windows).sum(3).view(batch, 4, height, width)
-        return found
+        output: Tensor = (weight.view(batch, 2, 1, 9, height, width) * windows).sum(3).view(batch, 4, height, width)
+        return output
 
 
 _MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -63,8 +63,8 @@ class _StereoPair(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.conv(F.avg_pool2d(x, (1, 2)) if x.shape[3] == 2 * x.shape[2] else x)
-        return found
+        output: Tensor = self.conv(F.avg_pool2d(x, (1, 2)) if x.shape[3] == 2 * x.shape[2] else x)
+        return output
 
 
 _Sizes = tuple[tuple[int, int], ...]

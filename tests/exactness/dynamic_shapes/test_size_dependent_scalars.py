@@ -69,8 +69,8 @@ def test_numbers_follow_the_size(name: str) -> None:
 def test_types_follow_from_numbers_as_in_eager(dtype: torch.dtype) -> None:
     class Labels(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = (x > 0).to(dtype) * (x.shape[-2] / 10)  # 2.0, which makes integers floats
-            return found
+            mask: Tensor = (x > 0).to(dtype) * (x.shape[-2] / 10)  # 2.0, which makes integers floats
+            return mask
 
     x = image(1, 3, 20, 16).float()
     out, expected = sft.compile(Labels(), x)(x), Labels()(x)

@@ -156,8 +156,8 @@ def test_optimal_needs_no_more_flops_than_sqrt() -> None:
     model = seeded(_mlp)
     with remembered_captures():
         budget = least_budget(model, (32, 16), sft.Options(strategy="sqrt"))
-        found = [sft.plan(model, (32, 16), budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", "sqrt")]
-    assert found[0] <= found[1]
+        flops = [sft.plan(model, (32, 16), budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", "sqrt")]
+    assert flops[0] <= flops[1]
 
 
 def test_values_that_do_not_fit_wait_on_the_host() -> None:
@@ -201,11 +201,11 @@ def test_ids_alone_masks_and_other_sizes() -> None:
     with remembered_captures():
         net: Any = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")
         small: Any = sft.compile(model, (None, 12), budget=least_budget(model, [torch.empty(2, 12, dtype=torch.long, device="meta")]))
-        found = []
+        outputs = []
         for each in (net, small):
             torch.manual_seed(3)
-            found.append(each(_ids()))
-        assert torch.equal(*found) and small.plan.flops > net.plan.flops
+            outputs.append(each(_ids()))
+        assert torch.equal(*outputs) and small.plan.flops > net.plan.flops
         model.eval()
         for num in (1, 3):
             ids = _ids()[:1].expand(num, 12).contiguous()

@@ -113,16 +113,16 @@ def test_only_one_of_several_outputs_is_used() -> None:
     """The gradient of an unused output is zero, or None: never the earlier content of a buffer."""
     model = seeded(Branches)
     net = sft.compile(model, (1, 3, 19, 13), options=_strips(4, 13))
-    found = []
+    gradients = []
     for module in (model, net):
         x = image(1, 3, 19, 13).requires_grad_()
         module(x)["maps"][1][0].sum().backward()
         assert x.grad is not None and model.coarse.weight.grad is not None
         head = model.head.weight.grad
         assert head is None or not bool(head.any())
-        found.append((x.grad, model.coarse.weight.grad))
+        gradients.append((x.grad, model.coarse.weight.grad))
         model.zero_grad(set_to_none=True)
-    for eager, ours in zip(*found, strict=True):
+    for eager, ours in zip(*gradients, strict=True):
         assert relative_error(ours, eager) <= 1e-11
 
 

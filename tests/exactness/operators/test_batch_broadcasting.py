@@ -63,8 +63,8 @@ def test_a_reference_with_a_gradient_of_its_own() -> None:
     model = seeded(lambda: _Two(_CASES["one encoder"]))
     x, other = image(2, 3, 16, 14), image(1, 3, 16, 14)
     net = sft.compile(model, [x.shape, other.shape], options=sft.Options(tile=(4, None)))
-    found = [torch.autograd.grad(each(x, other.requires_grad_()).square().sum(), other)[0] for each in (model, net)]
-    torch.testing.assert_close(found[0], found[1])
+    gradients = [torch.autograd.grad(each(x, other.requires_grad_()).square().sum(), other)[0] for each in (model, net)]
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("size", [(16, 14), (4, 7)])

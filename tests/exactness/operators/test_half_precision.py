@@ -143,10 +143,10 @@ def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, .
             module.load_state_dict(reference.state_dict())
         gradient = torch.randn(reference.eval()(x.double()).shape, generator=generator)
         exact = _step(reference.train(), x.double(), gradient, None)
-        for module, found in zip((eager, net), errors, strict=True):
+        for module, by_tensor in zip((eager, net), errors, strict=True):
             for key, values in _step(module, x.to(weights), gradient, autocast).items():
-                found.setdefault(key, []).append(relative_l2(values, exact[key]))
-    medians = [{key: statistics.median(values) for key, values in found.items()} for found in errors]
+                by_tensor.setdefault(key, []).append(relative_l2(values, exact[key]))
+    medians = [{key: statistics.median(values) for key, values in by_tensor.items()} for by_tensor in errors]
     ratios = {key: ours / medians[0][key] for key, ours in medians[1].items()}
     assert any(segment.num_steps > 1 for segment in net.plan.segments)
     assert all(ratio <= _MOST for ratio in ratios.values()), f"{ratios} times eager's {medians[0]}"

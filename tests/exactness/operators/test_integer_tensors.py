@@ -45,13 +45,13 @@ def test_integers_in_models(name: str, tile: tuple[int, int | None] | None) -> N
     model = seeded(lambda: _Labelled(_FUNCTIONS[name]))
     x, labels = image(2, 3, 18, 14), (image(2, 18, 14) * 2).long().clamp(-1, 3)
     net: Any = sft.compile(model, [x, labels], options=sft.Options(tile=tile))
-    found = []
+    results = []
     for call in (net, model):
         given = x.clone().requires_grad_()
         with sft.measure_peak("cpu") as peak:
             out = call(given, labels)
             grads = torch.autograd.grad(out, [given, *model.parameters()], torch.ones_like(out))
-        found.append((out, *grads))
+        results.append((out, *grads))
         assert call is model or peak.num_bytes <= net.plan_for(given, labels).projected_peak_bytes
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

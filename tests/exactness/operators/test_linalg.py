@@ -79,8 +79,8 @@ def test_a_weight_that_lies_in_memory_by_columns(name: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             given = self.weight.T if name == "of the transpose" else self.weight
-            found = torch.linalg.det(given) if name == "of the transpose" else _FUNCTIONS[name](given)
-            return F.conv2d(x, self.weight[:, :3, None, None]) * found.sum()
+            matrix = torch.linalg.det(given) if name == "of the transpose" else _FUNCTIONS[name](given)
+            return F.conv2d(x, self.weight[:, :3, None, None]) * matrix.sum()
 
     model = seeded(Mixed)
     assert name == "of the transpose" or model.weight.stride() == (1, 4)

@@ -121,15 +121,15 @@ def test_an_image_without_channels_counts_as_one_with_one(name: str, tile: tuple
         def forward(self, x: Tensor) -> Tensor:
             return self.function(self.conv(x))
 
-    found = []
+    results = []
     for function in _WITHOUT_CHANNELS[name]:
         model = seeded(lambda: Drawing(function)).double()  # noqa: B023
         net = sft.compile(model, (2, 3, 20, 17), options=sft.Options(tile=tile))
         torch.manual_seed(4)
         y = net(image(2, 3, 20, 17))
         y.square().sum().backward()
-        found.append((y.detach(), model.conv.weight.grad))
-    torch.testing.assert_close(found[0], found[1])
+        results.append((y.detach(), model.conv.weight.grad))
+    torch.testing.assert_close(results[0], results[1])
 
 
 @pytest.mark.parametrize("tile", [(5, None), (6, 7)])
@@ -145,11 +145,11 @@ def test_draws_for_several_dimensions_of_channels_run_whole(tile: tuple[int, int
             return (z + torch.randn_like(z)).flatten(1, 2)
 
     nets = [sft.compile(seeded(Stacked), (2, 3, 20, 17), options=sft.Options(tile=given)) for given in (None, tile)]
-    found = []
+    outputs = []
     for net in nets:
         torch.manual_seed(4)
-        found.append(net(image(2, 3, 20, 17)))
-    torch.testing.assert_close(found[0], found[1])
+        outputs.append(net(image(2, 3, 20, 17)))
+    torch.testing.assert_close(outputs[0], outputs[1])
     assert any("several dimensions of channels" in reason for reason in sft.check(seeded(Stacked), (2, 3, 20, 17)).whole_reasons)
 
 

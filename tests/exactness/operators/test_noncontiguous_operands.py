@@ -59,8 +59,8 @@ class _OutOfOrder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.scale(x.flatten(2).flip(2).transpose(1, 2))  # flipped values run whole
-        found: Tensor = self.operator(tokens.transpose(1, 2))
-        return found.transpose(1, 2).cos()
+        products: Tensor = self.operator(tokens.transpose(1, 2))
+        return products.transpose(1, 2).cos()
 
 
 @pytest.mark.parametrize("name", [*_FUNCTIONS, *_MODULES])
@@ -79,8 +79,8 @@ def test_a_norm_of_positions_whose_gradient_is_transposed(options: sft.Options |
             self.norm, self.query = nn.GroupNorm(4, _CHANNELS), nn.Linear(_CHANNELS, _CHANNELS)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.query(self.norm(x.flatten(2)).transpose(1, 2))
-            return found
+            query: Tensor = self.query(self.norm(x.flatten(2)).transpose(1, 2))
+            return query
 
     assert_exact(seeded(Head), image(2, _CHANNELS, 16, 24), options=options)
 

@@ -56,8 +56,8 @@ class _Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.before(x).chunk(2, 1)
-        found: Tensor = self.after(self.function(left, right.square() + 0.1))
-        return found
+        output: Tensor = self.after(self.function(left, right.square() + 0.1))
+        return output
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)
@@ -75,8 +75,8 @@ class _Repeated(nn.Module):
         self.before, self.after = nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2 * repeats[1], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.after(self.before(x).repeat(*self.repeats))
-        return found
+        output: Tensor = self.after(self.before(x).repeat(*self.repeats))
+        return output
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -169,8 +169,8 @@ class _OfChannels(nn.Module):
         self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.after(torch.sin(self.function(self.before(x))))
-        return found
+        output: Tensor = self.after(torch.sin(self.function(self.before(x))))
+        return output
 
 
 @pytest.mark.parametrize("name", _OF_CHANNELS)

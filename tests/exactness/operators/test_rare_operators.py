@@ -41,15 +41,15 @@ _EXACT: dict[str, tuple[_Function, tuple[int, ...]]] = {
 def test_rare_uses_are_exact(name: str) -> None:
     function, shape = _EXACT[name]
     model, x = seeded(lambda: _Odd(function)), image(*shape)
-    found = []
+    results = []
     for call in (sft.compile(model, shape), model):
         given = x.clone().requires_grad_()
         out = call(given)
         leaves = list(out) if isinstance(out, (tuple, list)) else [out]
         attached = [leaf for leaf in leaves if leaf.requires_grad]
         grads = torch.autograd.grad(attached, [given, model.scale], [torch.full_like(leaf, 0.7) for leaf in attached])
-        found.append((*leaves, *grads))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+        results.append((*leaves, *grads))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_arguments_that_compare_equal_and_differ(tile: tuple[int, int | None] | 
     """0.0 and -0.0, 1 and 1.0. Regression: a cached result of one was used for the other."""
     model = _Alike().double()
     x, counts = image(2, 3, 10, 9), torch.arange(2 * 3 * 10 * 9).view(2, 3, 10, 9) % 5
-    found, expected = sft.compile(model, [x.shape, counts], options=sft.Options(tile=tile))(x, counts), model(x, counts)
-    for number, (ours, eager) in enumerate(zip(found, expected, strict=True)):
+    outputs, expected = sft.compile(model, [x.shape, counts], options=sft.Options(tile=tile))(x, counts), model(x, counts)
+    for number, (ours, eager) in enumerate(zip(outputs, expected, strict=True)):
         assert ours.dtype == eager.dtype and torch.equal(ours, eager), number
 
 

@@ -37,8 +37,8 @@ class Head(nn.Module):
         self.layer, self.out = nn.GRU(4, 5), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.out(self.layer(self.stem(x).flatten(2).permute(2, 0, 1))[0][-1])
-        return found
+        output: Tensor = self.out(self.layer(self.stem(x).flatten(2).permute(2, 0, 1))[0][-1])
+        return output
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_windows_and_weights_are_aten_s(
     x = torch.randn(1, 2, extent, 3, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=True, **given)
     gradient = torch.randn(y.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    (found,) = torch.autograd.grad(y, x, gradient)
+    (x_grad,) = torch.autograd.grad(y, x, gradient)
     is_double = dtype == torch.float64
     sampling = AxisResampling(
         kind=_KINDS[mode], extent=extent, length=length, scale=scale, align_corners=align_corners, is_double=is_double
@@ -55,7 +55,7 @@ def test_windows_and_weights_are_aten_s(
     tolerance = 1e-12 if is_double else 2e-5
     forward, adjoint = _matrix(sampling.forward, extent), _matrix(sampling.adjoint, length)
     torch.testing.assert_close(y.double(), forward @ x.double(), rtol=0, atol=tolerance)
-    torch.testing.assert_close(found.double(), adjoint @ gradient.double(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(x_grad.double(), adjoint @ gradient.double(), rtol=0, atol=tolerance)
 
 
 @st.composite

@@ -176,11 +176,11 @@ class Pyramid(nn.Module):
         maps = [torch.relu(self.stem(x))]
         for stage in self.stages:
             maps.append(torch.relu(stage(maps[-1])))
-        found = [self.lateral[3](maps[3])]
+        levels = [self.lateral[3](maps[3])]
         for level in (2, 1, 0):
             lateral = self.lateral[level](maps[level])
-            found.append(lateral + F.interpolate(found[-1], size=lateral.shape[-2:], mode=self.mode))
-        return [self.smooth(value) for value in found]
+            levels.append(lateral + F.interpolate(levels[-1], size=lateral.shape[-2:], mode=self.mode))
+        return [self.smooth(value) for value in levels]
 
 
 class Dilated(nn.Module):

@@ -61,8 +61,8 @@ class _Windows(nn.Module):
             names = ("kernel_size", "stride", "padding", "dilation")
             geometry = zip(y.shape[-2:], *(self.geometry[name] for name in names), strict=True)
             made = windows.unflatten(2, [(e + 2 * p - d * (k - 1) - 1) // s + 1 for e, k, s, p, d in geometry])
-        found: Tensor = self.last(made)
-        return found
+        output: Tensor = self.last(made)
+        return output
 
 
 _PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -117,8 +117,8 @@ def test_windows_along_one_axis_after_the_other(
             first = 1 if is_last else 2
             windows = y.unfold(first, kernel[0], step[0]).unfold(first + 1, kernel[1], step[1])
             y = (windows * windows.softmax(-1)).sum((-1, -2))
-            found: Tensor = self.last(y.permute(0, 3, 1, 2) if is_last else y)
-            return found
+            output: Tensor = self.last(y.permute(0, 3, 1, 2) if is_last else y)
+            return output
 
     report = assert_exact(seeded(Pooled), image(2, 3, *size), options=sft.Options(tile=tile, batch_tile=1), steps=1)
     assert_tiled(report, "unfold")
@@ -134,8 +134,8 @@ def test_windows_of_signals_and_volumes() -> None:
             y = self.first(x)
             for axis in self.axes:
                 y = y.unfold(axis, 3, 2).amax(-1)
-            found: Tensor = self.last(y)
-            return found
+            output: Tensor = self.last(y)
+            return output
 
     for conv, axes, shape in ((nn.Conv1d, (2,), (2, 2, 45)), (nn.Conv3d, (2, 4), (1, 2, 13, 6, 11))):
         report = assert_exact(seeded(lambda: Smoothed(conv, axes)), image(*shape), options=sft.Options(tile=(3, None)), steps=1)  # noqa: B023
@@ -155,8 +155,8 @@ def test_windows_for_kernels_of_each_pixel() -> None:
             weight = self.kernels(x)
             batch, _, height, width = weight.shape
             windows = F.unfold(x, 3, 1, 1, 2).view(batch, 2, 2, 9, height, width)
-            found: Tensor = (weight.view(batch, 2, 9, height, width).unsqueeze(2) * windows).sum(3).view(batch, 4, height, width)
-            return found
+            output: Tensor = (weight.view(batch, 2, 9, height, width).unsqueeze(2) * windows).sum(3).view(batch, 4, height, width)
+            return output
 
     report = assert_exact(seeded(Involution), image(2, 3, 17, 14), options=sft.Options(tile=(2, None)), steps=1)
     assert_tiled(report, "im2col")

@@ -121,9 +121,9 @@ def _step(module: nn.Module, x: Tensor, gradients: Sequence[Tensor] | None, dtyp
     given = [torch.ones_like(y) for y in outputs] if gradients is None else [g.to(y.dtype) for g, y in zip(gradients, outputs, strict=True)]
     torch.autograd.backward(outputs, given)
     assert x.grad is not None and x.grad.dtype == x.dtype
-    found = [p.grad for p in module.parameters() if p.grad is not None]
-    assert [g.dtype for g in found] == [p.dtype for p in module.parameters()]
-    return {"outputs": [y.detach() for y in outputs], "input": [x.grad], "parameters": found}
+    parameter_grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert [g.dtype for g in parameter_grads] == [p.dtype for p in module.parameters()]
+    return {"outputs": [y.detach() for y in outputs], "input": [x.grad], "parameters": parameter_grads}
 
 
 def _median_errors(
@@ -132,7 +132,7 @@ def _median_errors(
     """Errors of eager PyTorch and of the compiled model: outputs, gradients of input and parameters, buffers, each parameter's gradient."""
     eager = seeded(make).to(weights)
     net = sft.compile(copy.deepcopy(eager), _SHAPE, options=_OPTIONS)
-    found: tuple[dict[str, list[float]], ...] = ({}, {})
+    errors_of_modules: tuple[dict[str, list[float]], ...] = ({}, {})
     for seed in range(num_seeds):
         reference = seeded(make, seed=seed)
         with torch.random.fork_rng(devices=[]):
@@ -142,7 +142,7 @@ def _median_errors(
         for module in (eager, net):
             module.load_state_dict(reference.state_dict())
         exact = _step(reference, x.double(), gradients, None)
-        for module, errors in zip((eager, net), found, strict=True):
+        for module, errors in zip((eager, net), errors_of_modules, strict=True):
             step = _step(module, x.to(weights), gradients, autocast)
             for key, values in step.items():
                 errors.setdefault(key, []).append(relative_l2(values, exact[key]))
@@ -153,7 +153,7 @@ def _median_errors(
                     errors.setdefault(name, []).append(relative_l2([buffer], [expected]))
                 else:
                     assert torch.equal(buffer, expected)
-    return tuple({key: statistics.median(values) for key, values in errors.items()} for errors in found)
+    return tuple({key: statistics.median(values) for key, values in errors.items()} for errors in errors_of_modules)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_backward_under_autocast() -> None:
     """Common in loops, although PyTorch advises against it: the casts are made once, in the forward pass."""
     net = sft.compile(seeded(_resnet).float(), _SHAPE, options=_OPTIONS)
     x = torch.randn(_SHAPE)
-    found = []
+    gradients = []
     for inside in (False, True):
         net.load_state_dict(seeded(_resnet).state_dict())
         net.zero_grad()
@@ -258,8 +258,8 @@ def test_backward_under_autocast() -> None:
                 loss.backward()
         if not inside:
             loss.backward()
-        found.append([p.grad for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_planned_for_a_budget() -> None:
@@ -418,20 +418,20 @@ def test_casts_inside_of_operators_under_autocast(dtype: torch.dtype) -> None:
         def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             y = self.conv(x)
             scores, target = F.log_softmax(y, 1), y.flip(1)
-            found = [distance(y, target) for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
+            distances = [distance(y, target) for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
             gram = torch.einsum("bchw,bdhw->bcd", x, x * 2)
-            return F.nll_loss(scores, labels), gram, F.kl_div(scores, y.softmax(1), reduction="batchmean"), *found
+            return F.nll_loss(scores, labels), gram, F.kl_div(scores, y.softmax(1), reduction="batchmean"), *distances
 
     random = torch.Generator().manual_seed(0)  # the divergence is small for some images: a difference of close numbers
     model, x = seeded(Losses).float(), torch.rand(_SHAPE, dtype=torch.float32, generator=random)
     labels = torch.randint(0, 4, (_BATCH, _HEIGHT, _WIDTH), generator=random)
     net = sft.compile(model, [x, labels], budget="64MiB", options=_OPTIONS)
     with _autocast(dtype):
-        expected, found = model(x, labels), net(x, labels)
-    for ours, eagers in zip(found, expected, strict=True):
+        expected, distances = model(x, labels), net(x, labels)
+    for ours, eagers in zip(distances, expected, strict=True):
         assert ours.dtype == eagers.dtype
         torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-4)
-    assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)
+    assert (distances[0].dtype, distances[1].dtype) == (torch.float32, dtype)
 
 
 class _Mixes(nn.Module):

@@ -26,8 +26,8 @@ class _Classifier(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(functional.adaptive_avg_pool2d(self.body(self.stem(x)), 2).mean((2, 3)))
-        return found
+        output: torch.Tensor = self.head(functional.adaptive_avg_pool2d(self.body(self.stem(x)), 2).mean((2, 3)))
+        return output
 
 
 def _steps(model: nn.Module, options: sft.Options) -> list[torch.Tensor]:
@@ -59,8 +59,8 @@ def test_steps_do_not_depend_on_it(options: sft.Options) -> None:
     models = [seeded(_Classifier) for _ in range(2)]
     wanted = _steps(models[0], options)
     with torch.device("meta"):
-        found = _steps(models[1], options)
-    for left, right in zip(found, wanted, strict=True):
+        ours = _steps(models[1], options)
+    for left, right in zip(ours, wanted, strict=True):
         assert left.device.type == "cpu" and torch.equal(left, right)
 
 
@@ -71,6 +71,6 @@ def test_strips_of_a_file(tmp_path: Path) -> None:
     x = ArraySource(tmp_path / "image.npy", layout="NCHW", dtype=torch.float64)
     net = sft.compile(seeded(_Classifier).eval(), [x], budget="64MiB", options=sft.Options(tile=(8, None)))
     with torch.device("meta"), torch.no_grad():
-        found = net(x)
+        output = net(x)
     with torch.no_grad():
-        assert torch.equal(found, net(torch.from_numpy(image)))
+        assert torch.equal(output, net(torch.from_numpy(image)))

@@ -27,8 +27,8 @@ class _Counts(nn.Module):
         self.conv = nn.Conv2d(3, 4, 1, dtype=torch.float32)
 
     def forward(self, counts: Tensor) -> Tensor:
-        found: Tensor = self.conv(counts.sqrt().float())
-        return found
+        output: Tensor = self.conv(counts.sqrt().float())
+        return output
 
 
 class _Rounded(nn.Module):
@@ -39,8 +39,8 @@ class _Rounded(nn.Module):
         self.conv = nn.Conv2d(3, 3, 1, dtype=torch.float32)
 
     def forward(self, counts: Tensor) -> Tensor:
-        found: Tensor = self.conv(counts.float()) * counts.sqrt().to(torch.bfloat16).float()
-        return found
+        output: Tensor = self.conv(counts.float()) * counts.sqrt().to(torch.bfloat16).float()
+        return output
 
 
 @pytest.mark.parametrize("make", [_Counts, _Rounded])
@@ -52,11 +52,11 @@ def test_another_default_in_the_same_process(make: type[nn.Module], options: sft
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
         net = sft.compile(model, counts, options=options)
-        found, expected = net(counts), model(counts)
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+        output, expected = net(counts), model(counts)
+        assert output.dtype == expected.dtype
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-5)
         gradients = [
-            torch.autograd.grad(result.square().sum(), list(each.parameters())) for result, each in ((found, net), (expected, model))
+            torch.autograd.grad(result.square().sum(), list(each.parameters())) for result, each in ((output, net), (expected, model))
         ]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-2)
 
@@ -81,13 +81,13 @@ def test_repeated_blocks_are_traced_for_that_type() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             rounded = (x * 40).long().abs().sqrt().to(torch.float32) / 7
-            found: Tensor = x + self.linear(x) * rounded
-            return found
+            output: Tensor = x + self.linear(x) * rounded
+            return output
 
     torch.manual_seed(0)
     repeat, x = sft.nn.Repeat(Block, 4), torch.randn(5, 6, dtype=torch.float32)
-    found = []
+    outputs = []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
-        found.append(repeat(x))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+        outputs.append(repeat(x))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)

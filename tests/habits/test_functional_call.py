@@ -34,7 +34,7 @@ def _assert_close(ours: list[Tensor], eager: list[Tensor]) -> None:
 
 def test_gradients_are_those_of_the_supplied_parameters() -> None:
     """Also at the first call, which captures, and through the computation of the supplied tensors."""
-    found = []
+    results = []
     for module in _pair():
         own = {name: buffer.clone() for name, buffer in module.named_buffers()}
         roots = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
@@ -48,24 +48,24 @@ def test_gradients_are_those_of_the_supplied_parameters() -> None:
         assert all(torch.equal(buffer, own[name]) for name, buffer in module.named_buffers()), "its buffers are as they were"
         grads = [root.grad for root in roots.values() if root.grad is not None]
         assert len(grads) == len(roots)
-        found.append([y, *grads, *buffers.values()])
+        results.append([y, *grads, *buffers.values()])
         assert not torch.equal(buffers["1.running_mean"], own["1.running_mean"]), "those given are updated"
-    _assert_close(found[1], found[0])
+    _assert_close(results[1], results[0])
 
 
 def test_supplied_parameters_that_are_frozen() -> None:
-    found = []
+    gradients = []
     for module in _pair():
         given = {name: p.detach().clone().requires_grad_(name.startswith("3")) for name, p in module.named_parameters()}
         functional_call(module, given, (image(*_SHAPE),)).square().sum().backward()
         assert [name for name, p in given.items() if p.grad is not None] == ["3.weight", "3.bias"]
-        found.append([p.grad for p in given.values() if p.grad is not None])
-    _assert_close(found[1], found[0])
+        gradients.append([p.grad for p in given.values() if p.grad is not None])
+    _assert_close(gradients[1], gradients[0])
 
 
 def test_evaluation_with_averaged_weights() -> None:
     """A moving average, evaluated in place of the model's weights; training continues with the weights."""
-    found = []
+    results = []
     for module in _pair():
         average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
@@ -79,8 +79,8 @@ def test_evaluation_with_averaged_weights() -> None:
                 evaluated = functional_call(module.eval(), averaged, (image(*_SHAPE, seed=9),))
                 plain = module(image(*_SHAPE, seed=9))
         assert not torch.equal(evaluated, plain)
-        found.append([evaluated, plain, *module.parameters()])
-    _assert_close(found[1], found[0])
+        results.append([evaluated, plain, *module.parameters()])
+    _assert_close(results[1], results[0])
 
 
 @pytest.fixture(scope="module")

@@ -83,15 +83,15 @@ def test_loss(loss: Loss) -> None:
     models = [seeded(_net, seed=seed) for seed in (0, 1)]
     shape = (*_SHAPE[:2], None, None)
     compiled: list[nn.Module] = [sft.compile(copy.deepcopy(model), shape, options=sft.Options(tile=(5, 7))) for model in models]
-    found = []
+    results = []
     for nets in (models, compiled):
         x = image(*_SHAPE).requires_grad_()
         value = loss(nets, x)
         value.backward()
-        found.append(
+        results.append(
             [value.detach(), x.grad, *(p.grad for net in nets for p in net.parameters()), *(b for net in nets for b in net.buffers())]
         )
-    _assert_close(found[1], found[0])
+    _assert_close(results[1], results[0])
 
 
 def test_generator_and_discriminator() -> None:
@@ -100,7 +100,7 @@ def test_generator_and_discriminator() -> None:
     pair = seeded(_net), _discriminator().double()
     options = sft.Options(tile=(5, 7))
     compiled = tuple(sft.compile(copy.deepcopy(model), (*_SHAPE[:2], None, None), options=options) for model in pair)
-    found = []
+    results = []
     for generator, discriminator in (pair, compiled):
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (generator, discriminator)]
         losses = []
@@ -114,5 +114,5 @@ def test_generator_and_discriminator() -> None:
             loss.backward()
             optimizers[0].step()
             losses.append(loss.detach())
-        found.append([*losses, *generator.state_dict().values(), *discriminator.state_dict().values()])
-    _assert_close(found[1], found[0])
+        results.append([*losses, *generator.state_dict().values(), *discriminator.state_dict().values()])
+    _assert_close(results[1], results[0])

@@ -271,15 +271,15 @@ def test_streaming_needs_less_than_eager() -> None:
 
 def test_two_runs_give_the_same_bits() -> None:
     _, net = _pair()
-    found = []
+    results = []
     for _ in range(2):
         net.zero_grad(set_to_none=True)
         x = image(*_SHAPE).requires_grad_()
         y = net(x)
         y.square().sum().backward()
         assert x.grad is not None
-        found.append([y.detach(), x.grad, *(g for g in _grads(net).values() if g is not None)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([y.detach(), x.grad, *(g for g in _grads(net).values() if g is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_an_input_that_is_not_contiguous() -> None:

@@ -53,9 +53,9 @@ def test_the_structure_is_that_of_eager(name: str) -> None:
     net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, None)))
     for size in ((16, 20), (30, 18)):  # of one capture
         x = image(1, 3, *size)
-        (found, spec), (expected, wanted) = pytree.tree_flatten(net(x)), pytree.tree_flatten(model(x))
+        (leaves_of_net, spec), (expected, wanted) = pytree.tree_flatten(net(x)), pytree.tree_flatten(model(x))
         assert spec == wanted
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(leaves_of_net, expected, strict=True):
             if isinstance(theirs, Tensor):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             else:
@@ -63,7 +63,7 @@ def test_the_structure_is_that_of_eager(name: str) -> None:
                 assert ours == theirs
         grads = [
             torch.autograd.grad([leaf.sum() for leaf in leaves if isinstance(leaf, Tensor)], list(model.parameters()))
-            for leaves in (found, expected)
+            for leaves in (leaves_of_net, expected)
         ]
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
 
@@ -71,9 +71,9 @@ def test_the_structure_is_that_of_eager(name: str) -> None:
 def test_outputs_in_files_and_on_the_host_are_counted_without_the_others(tmp_path: Any) -> None:
     model = seeded(lambda: _Returning(_FUNCTIONS["none in front"]))
     x = image(1, 3, 16, 20)
-    found = sft.compile(model, x.shape, output=[tmp_path / "a.npy", "host"])(x)
-    assert [value is None for value in found] == [True, True, False, False, True]
-    torch.testing.assert_close(found[3], model(x)[3])
+    outputs = sft.compile(model, x.shape, output=[tmp_path / "a.npy", "host"])(x)
+    assert [value is None for value in outputs] == [True, True, False, False, True]
+    torch.testing.assert_close(outputs[3], model(x)[3])
     with pytest.raises(sft.InputError, match="2 output"):
         sft.compile(model, x.shape, output=tmp_path / "a.npy")(x)
 

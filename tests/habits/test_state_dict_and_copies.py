@@ -151,8 +151,8 @@ class _Held(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = len(self.names) * self.queue[0] * float(self.array[0]) * self.bytes[0] * self.settings.factor * self.given.factor
-        found: Tensor = self.conv(x) * scale
-        return found
+        output: Tensor = self.conv(x) * scale
+        return output
 
 
 _CHANGES: dict[str, Callable[[_Held], object]] = {
@@ -219,8 +219,8 @@ def test_an_attribute_that_is_set_to_an_equal_value_of_another_type() -> None:
     net: Any = sft.compile(model, [SHAPE, counts])
     for factor in (1, 1.0, True, 1):
         model.factor = factor
-        found = net(image(*SHAPE), counts)[1]
-        assert found.dtype == (counts * factor).dtype and torch.equal(found, counts * factor), factor
+        scaled = net(image(*SHAPE), counts)[1]
+        assert scaled.dtype == (counts * factor).dtype and torch.equal(scaled, counts * factor), factor
 
 
 def test_parameters_are_swapped_after_compilation() -> None:

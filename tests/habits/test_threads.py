@@ -50,18 +50,18 @@ def test_a_call_during_a_capture_is_not_captured() -> None:
             return x * 2
 
     net = sft.compile(seeded(Residual).eval(), image(1, 3, 16, 16))
-    x, found = image(1, 3, 16, 16), list[Any]()
-    other = Thread(target=lambda: found.append(sft.plan(Slow(), (1, 3, 8, 8))))
+    x, results = image(1, 3, 16, 16), list[Any]()
+    other = Thread(target=lambda: results.append(sft.plan(Slow(), (1, 3, 8, 8))))
     other.start()
     assert inside.wait(30)
-    caller = Thread(target=lambda: found.append(net(x)))
+    caller = Thread(target=lambda: results.append(net(x)))
     caller.start()
     caller.join(0.2)
     assert is_locked_by_other_thread()
     done.set()
     caller.join()
     other.join()
-    outputs = [value for value in found if isinstance(value, torch.Tensor)]
+    outputs = [value for value in results if isinstance(value, torch.Tensor)]
     torch.testing.assert_close(outputs, [net(x)])
 
 
@@ -90,5 +90,5 @@ def test_threads_that_call_first_stream_the_weights_once(is_file: bool, tmp_path
             return y
 
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            for found in threads.map(call, range(_NUM_THREADS)):
-                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            for output in threads.map(call, range(_NUM_THREADS)):
+                torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)

@@ -58,8 +58,8 @@ class _Guided(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor | None = None, mode: str = "sum", *, flip: bool = False) -> Tensor:
         y = self.conv(x.flip(3) if flip else x)
-        found: Tensor = y if scale is None else y * scale if mode == "product" else y + scale
-        return found
+        output: Tensor = y if scale is None else y * scale if mode == "product" else y + scale
+        return output
 
 
 def test_inputs_that_are_defaults_are_left_out() -> None:

@@ -81,11 +81,11 @@ def test_gradient_penalty_is_refused() -> None:
 
 def test_create_graph_alone_gives_the_gradients() -> None:
     model, net = pair()
-    found = []
+    gradients = []
     for module in (model, net):
         grads = torch.autograd.grad(module(image(*SHAPE)).square().sum(), list(module.parameters()), create_graph=True)
-        found.append(dict(zip(dict(module.named_parameters()), grads, strict=True)))
-    assert max(gradient_errors(found[1], found[0]).values()) <= 1e-11
+        gradients.append(dict(zip(dict(module.named_parameters()), grads, strict=True)))
+    assert max(gradient_errors(gradients[1], gradients[0]).values()) <= 1e-11
 
 
 def test_a_changed_output_that_the_backward_pass_reads() -> None:
@@ -125,13 +125,13 @@ def test_a_forgotten_result_frees_its_graph() -> None:
 def test_inside_a_checkpoint(use_reentrant: bool) -> None:
     model, net = pair(TinyUNet)
     after = seeded(lambda: nn.Conv2d(2, 2, 3))
-    found = []
+    gradients = []
     for module in (model, net):
         x = image(*SHAPE).requires_grad_()
         checkpoint(lambda value, module=module: after(module(value)), x, use_reentrant=use_reentrant).square().sum().backward()
         assert x.grad is not None
-        found.append(x.grad)
-    assert relative_error(found[1], found[0]) <= 1e-11
+        gradients.append(x.grad)
+    assert relative_error(gradients[1], gradients[0]) <= 1e-11
     assert_same_grads(net, model)
 
 
@@ -168,16 +168,16 @@ def test_accumulate_clip_step(set_to_none: bool) -> None:
         groups: list[dict[str, Any]] = [{"params": body}, {"params": head, "lr": 1e-3}]
         optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        found = []
+        step_norms = []
         for step in range(3):
             for call, batch in enumerate((2, 1, 3)):
                 (module(image(batch, *SHAPE[1:], seed=3 * step + call)).square().mean() / 3).backward()
-            found.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.5)))
+            step_norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.5)))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=set_to_none)
             assert all((p.grad is None) == set_to_none for p in module.parameters())
-        norms.append(found)
+        norms.append(step_norms)
     assert norms[1] == pytest.approx(norms[0], rel=1e-9)
     assert_same_state(net, model)
 
@@ -225,13 +225,13 @@ def test_a_frozen_prefix_costs_nothing() -> None:
 
 def test_gradient_with_respect_to_parameters_and_input() -> None:
     model, net = pair(TwoHeads)
-    found = []
+    gradients = []
     for module in (model, net):
         x = image(*SHAPE).requires_grad_()
         _, y = module(x)
-        found.append(torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y)))
+        gradients.append(torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y)))
         assert all(p.grad is None for p in (x, *module.parameters()))
-    assert all(relative_error(a, b) <= 1e-10 for a, b in zip(found[1], found[0], strict=True))
+    assert all(relative_error(a, b) <= 1e-10 for a, b in zip(gradients[1], gradients[0], strict=True))
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
     if last != "input":
         cast(Any, model).to(memory_format=torch.channels_last)
     net = sft.compile(copy.deepcopy(model), SHAPE, options=OPTIONS)
-    found = []
+    results = []
     for module in (model, net):
         x = image(*SHAPE)
         x = (x if last == "weights" else x.contiguous(memory_format=torch.channels_last)).requires_grad_()
@@ -252,8 +252,8 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward([y.square().sum() for y in outputs])
         assert x.grad is not None
-        found.append([*outputs, x.grad])
-    for ours, eager in zip(found[1], found[0], strict=True):
+        results.append([*outputs, x.grad])
+    for ours, eager in zip(results[1], results[0], strict=True):
         assert relative_error(ours, eager) <= 1e-10
         assert ours.stride() == eager.stride()
     assert_same_grads(net, model)

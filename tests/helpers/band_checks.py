@@ -82,9 +82,9 @@ def check_bands(
             rows = [net.band_rows(w.shape[2]) if each else None for each, w in zip(is_image, weights, strict=True)]
             own = [w if part is None else w[:, :, part[0] : part[1]] for w, part in zip(weights, rows, strict=True)]
             theirs[replica] = [y if part is None else y[:, :, part[0] : part[1]] for y, part in zip(theirs[replica], rows, strict=True)]
-        found = _step(net, ours, own)
+        outputs = _step(net, ours, own)
         errors = {
-            "output": max(relative_error(a, b) for a, b in zip(found, theirs[replica], strict=True)),
+            "output": max(relative_error(a, b) for a, b in zip(outputs, theirs[replica], strict=True)),
             "param_grad": max(gradient_errors(param_grads(net), param_grads(eager)).values(), default=0.0),
             "buffer": max((relative_error(b, dict(eager.named_buffers())[n]) for n, b in net.named_buffers()), default=0.0),
             "input_grad": 0.0,
@@ -130,14 +130,14 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
         return [[whole[r].detach() for whole in parts] for r in range(count)]
     start = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     first: dict[str, Tensor] = {}
-    found = []
+    replicas = []
     total: dict[str, Tensor] = {}
     for replica, x in enumerate(images):
         with torch.no_grad():
             for name, buffer in eager.named_buffers():
                 buffer.copy_(start[name])
         reseed(eager, seed_of(step + 1000 * replica))
-        found.append(_step(eager, x, weights))
+        replicas.append(_step(eager, x, weights))
         for name, grad in param_grads(eager).items():
             if grad is not None:
                 total[name] = total.get(name, torch.zeros_like(grad)) + grad / count
@@ -150,7 +150,7 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
     for name, parameter in eager.named_parameters():
         if name in total:
             parameter.grad = total[name]
-    return found
+    return replicas
 
 
 def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool) -> None:

@@ -104,11 +104,11 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
         known = _KNOWN.setdefault(key, [])
-        found = next((one for one in known if modes.satisfies(one.guard_values) and one.bind(shapes) is not None), None)
-        if found is None:
-            found = _shared(model, shapes, *arguments, modes=modes, **keywords)
-            known.append(found)
-        return found
+        known_capture = next((one for one in known if modes.satisfies(one.guard_values) and one.bind(shapes) is not None), None)
+        if known_capture is None:
+            known_capture = _shared(model, shapes, *arguments, modes=modes, **keywords)
+            known.append(known_capture)
+        return known_capture
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr("sft.api.capture_cache.capture", remembered)

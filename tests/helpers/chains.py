@@ -66,14 +66,14 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
             if first.is_light:
                 return ((backward_op(j), *free_op(grad_name(j))),)
             return ((forward_op(j, save=True), *returning(j)),)
-        found = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
+        sequences = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
         there: tuple[Operation, ...] = ()
         for k in range(i + 1, j + 1 if pending else j):
             there = (*there, forward_op(k), *(free_op(activation_name(k - 1)) if k > i + 1 else ()))
-            found += [
+            sequences += [
                 (*there, *right, *free_op(activation_name(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)
             ]
-        return tuple(found)
+        return tuple(sequences)
 
     yield from parts(0, chain.num_stages, True)
 

@@ -202,14 +202,14 @@ def table_launches(
         patch.object(tune, "computes_operands", lambda device: not affected),
     ):
         trials = tune.collect_tuning_cases(request, torch.device("cpu"))
-    found: list[tuple[str, str, list[dict[str, Any]]]] = []
+    launches: list[tuple[str, str, list[dict[str, Any]]]] = []
     for trial in trials:
         for variant in launch_variants(trial.shape_class):
             with _noted(affected=affected, warp_groups=warp_groups) as calls, FakeTensorMode(), torch.no_grad():
                 varied = trial.with_variant(variant)
                 varied.run_kernels(varied.draw(torch.device("cpu")))
-            found.append((trial.shape_class.label, variant, [_job(*call) for call in calls]))
-    return found
+            launches.append((trial.shape_class.label, variant, [_job(*call) for call in calls]))
+    return launches
 
 
 def _assemble(ptx: str, capability: int) -> str:
@@ -224,9 +224,9 @@ def _assemble(ptx: str, capability: int) -> str:
 
 
 def _number(pattern: str, log: str) -> int:
-    found = re.search(pattern, log)
-    assert found is not None, f"the assembler does not say {pattern!r}: {log}"
-    return int(found[1])
+    number = re.search(pattern, log)
+    assert number is not None, f"the assembler does not say {pattern!r}: {log}"
+    return int(number[1])
 
 
 def run(job: dict[str, Any]) -> Any:

@@ -100,14 +100,16 @@ def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:
         torch.autograd.backward(outputs, [_gradient(y, x, seed=0) for y in outputs])
         del outputs
     net.zero_grad(set_to_none=True)
-    found = net.last_skipping
-    assert found is not None
-    assert counter.flops + found.skipped_flops == plan.flops, f"{counter.flops} counted, {found.skipped_flops} left out of {plan.flops}"
+    skipping = net.last_skipping
+    assert skipping is not None
+    assert counter.flops + skipping.skipped_flops == plan.flops, (
+        f"{counter.flops} counted, {skipping.skipped_flops} left out of {plan.flops}"
+    )
     assert counter.peak.num_bytes <= plan.projected_peak_bytes
     return Skipped(
-        forward=found.forward.num_skipped,
-        backward=found.backward.num_skipped,
-        num_forward=found.forward.num_strips,
+        forward=skipping.forward.num_skipped,
+        backward=skipping.backward.num_skipped,
+        num_forward=skipping.forward.num_strips,
         flops=counter.flops,
         plan=plan,
     )

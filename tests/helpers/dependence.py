@@ -50,11 +50,11 @@ def rows_behind(dependence: Matrix, out: Interval) -> list[int]:
 
 def operator_dependence(dag: Dag, axis: int = 0) -> dict[str, Matrix]:
     """Dependence of rows on those of the operand, for each operator of a network with one operand; names as in ``graph_of``."""
-    shapes, found = graph_of(dag).shapes, {}
+    shapes, dependences = graph_of(dag).shapes, {}
     for index, node in enumerate(dag.nodes, start=1):
         if isinstance(node, Join):
             continue
         _, channels, height, width = shapes[f"v{node.source}" if node.source else "x"]
         alone = Dag(shape=(1, channels, height, width), nodes=(replace(node, source=0),), outputs=(1,))
-        (found[f"v{index}"],) = row_dependence(DagNet(every_value(alone)), (channels, height, width), axis)
-    return found
+        (dependences[f"v{index}"],) = row_dependence(DagNet(every_value(alone)), (channels, height, width), axis)
+    return dependences

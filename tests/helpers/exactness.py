@@ -318,7 +318,7 @@ def rounding_of_eager(
     accurate. With ``weights`` also on the neighbouring numbers of the parameters, for results that do not depend on ``x``.
     """
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
-    found = 0.0
+    largest = 0.0
     version_guards = [(_nudged, _as_it_is), (_channels_last, _channels_last), *([(_as_it_is, _nudged)] if weights else [])]
     for of_input, of_weights in version_guards:
         eager, other = (with_contiguous_norm_gradients(with_positional_dropout(copy.deepcopy(model).double())) for _ in range(2))
@@ -327,8 +327,8 @@ def rounding_of_eager(
         worst = _compare(
             _Witness(other, of_input), eager, x.detach().double(), others, tolerance=math.inf, steps=steps, input_grad=input_grad, seed=seed
         )
-        found = max(found, *worst.values())
-    return found
+        largest = max(largest, *worst.values())
+    return largest
 
 
 class _Witness:
@@ -409,7 +409,7 @@ def _compare(
             _backward(values, [direction.clone() for direction in directions])
 
         at, x_ours = f"step {step}, ", inputs[0]
-        found: dict[str, dict[str, float]] = {
+        errors_of: dict[str, dict[str, float]] = {
             "output": {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))},
             "input_grad": {},
             "param_grad": gradient_errors(param_grads(net), param_grads(eager)),
@@ -422,13 +422,13 @@ def _compare(
                 (float(g.abs().max()) for g in param_grads(eager).values() if g is not None and g.numel()), default=0.0
             )
             scale = max(floor, float(x_eager.grad.abs().max()))
-            found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
+            errors_of["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
         assert torch.equal(x_ours, x), f"{at}the input was changed"
         assert all(map(torch.equal, inputs[1:], others)), f"{at}an input was changed"
         buffers = dict(net.named_buffers())
         assert buffers.keys() == dict(eager.named_buffers()).keys(), f"{at}the buffers' names differ"
-        found["buffer"] = {name: relative_error(buffers[name], b) for name, b in eager.named_buffers()}
-        for what, errors in found.items():
+        errors_of["buffer"] = {name: relative_error(buffers[name], b) for name, b in eager.named_buffers()}
+        for what, errors in errors_of.items():
             try:
                 worst[what] = max(worst[what], _worst(errors, tolerance, at + what))
             except InexactError as error:

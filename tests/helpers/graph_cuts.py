@@ -120,7 +120,7 @@ def fused_segments(run: OperatorRun, wanted: Collection[str] | None = None) -> t
         inside = run.of(run.names[cuts[start] : cuts[end]])
         return FusedSegment(names=inside.names, dimensions=fused_dimensions(inside))
 
-    found: list[FusedSegment] = []
+    segments: list[FusedSegment] = []
     start = 0
     for end in range(1, len(cuts)):
         # A subsegment of a fused-tileable segment is fused-tileable, so with a later end the start only moves forward.
@@ -128,11 +128,11 @@ def fused_segments(run: OperatorRun, wanted: Collection[str] | None = None) -> t
         while grown < end and not required <= set(segment(grown, end).dimensions):
             grown += 1
         if grown > start and start < end - 1:
-            found.append(segment(start, end - 1))
+            segments.append(segment(start, end - 1))
         start = grown
     if start < len(cuts) - 1:
-        found.append(segment(start, len(cuts) - 1))
-    return tuple(found)
+        segments.append(segment(start, len(cuts) - 1))
+    return tuple(segments)
 
 
 def _crossing(graph: Graph, names: Sequence[str], among: Collection[str], position: int) -> tuple[str, ...]:

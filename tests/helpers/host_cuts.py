@@ -38,8 +38,8 @@ class Normed(nn.Module):
         y = self.stem(x)
         y = torch.relu(self.body(y) + y)
         y = y * torch.sigmoid(y.mean(self.dims, keepdim=True))
-        found: Tensor = self.last(self.down(y)).mean(self.dims)
-        return found
+        output: Tensor = self.last(self.down(y)).mean(self.dims)
+        return output
 
 
 def compile_with_cuts(model: nn.Module, x: Tensor, options: sft.Options) -> tuple[Any, PlanningProblem]:

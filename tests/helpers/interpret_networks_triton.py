@@ -74,21 +74,21 @@ _large_blocks()
 
 def _calls(net: Any) -> dict[str, int]:
     """Occurrences of each kernel call in the programs of the last plan."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for segment in list(net._sft_engine.plan_cache.prepared.values())[-1].region.segments:
         for held in segment._programs.values():
             for program in held if isinstance(held, tuple) else (held,):
                 for instruction in () if program is None else program.instructions:
                     name = getattr(instruction.function, "__qualname__", "")
                     if ".backends." in getattr(instruction.function, "__module__", ""):
-                        found[name] = found.get(name, 0) + 1
-    return found
+                        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int) -> dict[str, Any]:
     """Training steps of a network: medians over seeds of our relative L2 error and of eager PyTorch's, against fp64; bytes and operations
     of a step, measured and planned; True if a further step has the same bits; and the kernels that ran."""
-    ours, eager, found = [], [], {}
+    ours, eager, report = [], [], {}
     for seed in range(seeds):
         model = _networks.seeded_network(name, seed)
         net = sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
@@ -103,9 +103,9 @@ def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int
         ours.append(_networks.relative_l2(results, reference))
         if seed == 0:
             net.load_state_dict(before)
-            found = _measured(net, x, gradient, results) | {"flops": counter.get_total_flops(), "planned_flops": net.plan.flops}
-            found |= {"calls": _calls(net), "plan": net.plan.to_json()}
-    return found | {"ours": statistics.median(ours), "eager": statistics.median(eager)}
+            report = _measured(net, x, gradient, results) | {"flops": counter.get_total_flops(), "planned_flops": net.plan.flops}
+            report |= {"calls": _calls(net), "plan": net.plan.to_json()}
+    return report | {"ours": statistics.median(ours), "eager": statistics.median(eager)}
 
 
 def _measured(net: Any, x: torch.Tensor, gradient: torch.Tensor, before: list[torch.Tensor]) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: st
     model = _networks.seeded_network(name, 0).to(getattr(torch, dtype))
     engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
     engine.plan_for_shapes([shape])
-    found = []
+    errors_by_case = []
     for wanted, trial in collector.cases.items():
         errors = verify_on(trial, torch.device("cpu"))
-        found.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
-    return found
+        errors_by_case.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
+    return errors_by_case
 
 
 def run(job: dict[str, Any]) -> Any:

@@ -33,16 +33,16 @@ def fluid_optimum(
         budget_bytes: the memory.
         rate: the bytes a second of a half-duplex link.
     """
-    found: list[tuple[float, int, Sequence[Edge], tuple[bool, ...], _Programme]] = []
+    programmes: list[tuple[float, int, Sequence[Edge], tuple[bool, ...], _Programme]] = []
     for path in paths:
         for leaves in product([False, True], repeat=len(path) - 1):
             programme = _Programme(path, (*leaves, False), start_bytes, budget_bytes, rate)
             seconds = programme.least_seconds()
             if seconds is not None:
-                found.append((seconds, len(found), path, leaves, programme))
+                programmes.append((seconds, len(programmes), path, leaves, programme))
     best: float | None = None
     way: tuple[tuple[Edge, ...], tuple[bool, ...]] = ((), ())
-    for least, _, path, leaves, programme in sorted(found, key=lambda item: item[:2]):
+    for least, _, path, leaves, programme in sorted(programmes, key=lambda item: item[:2]):
         if best is not None and least >= best - 1e-9:
             break
         for turn in range(2 * (2 * len(path) - 1)) if any(leaves) else (None,):
@@ -74,8 +74,8 @@ class _Programme:
                 bounds[op * _NUM + (_IN_WAITING, _IN)[run]] = (0, 0)
             if interval > (turn or 0):
                 bounds[op * _NUM + (_OUT_WAITING, _OUT)[run]] = (0, 0)
-        found = linprog(self._cost, A_ub=self._rows, b_ub=self._limits, bounds=bounds, method="highs")
-        return float(found.fun) + self._compute_seconds if found.success else None
+        solution = linprog(self._cost, A_ub=self._rows, b_ub=self._limits, bounds=bounds, method="highs")
+        return float(solution.fun) + self._compute_seconds if solution.success else None
 
 
 def _constraints(

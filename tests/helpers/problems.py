@@ -33,8 +33,8 @@ def problems_of(
     model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes
 ) -> list[PlanningProblem]:
     """Problems of a model at several sizes, from one capture."""
-    found = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
-    phases = find_phases(passes(found.graph))
+    captured = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
+    phases = find_phases(passes(captured.graph))
     requires_grad: set[str] = set()
     for node in phases.graph.nodes if training else ():
         if node.kind == "parameter" or any(name in requires_grad for name in differentiable_operands(node)):
@@ -44,9 +44,9 @@ def problems_of(
     row_major = frozenset(name for name, weight in weights.items() if weight.is_contiguous())
     problems = []
     for shape in shapes:
-        symbols = found.bind([shape])
+        symbols = captured.bind([shape])
         assert symbols is not None
-        sized_phases = specialize_phases(phases, symbols, {found.graph.inputs[0]: shape})
+        sized_phases = specialize_phases(phases, symbols, {captured.graph.inputs[0]: shape})
         sized = SizedGraph(
             phases=sized_phases,
             requires_grad=frozenset(requires_grad),

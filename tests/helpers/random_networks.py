@@ -234,11 +234,11 @@ def _channels(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     def spread(x: Tensor) -> Tensor:
         return torch.stack([x, -x], 2).flatten(1, 2)
 
-    found: tuple[Callable[[Tensor], Tensor], ...] = (
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
         shuffle, swap, pool, spread, lambda x: x.softmax(1), lambda x: F.normalize(x, dim=1), lambda x: F.local_response_norm(x, 3),
         lambda x: F.glu(torch.cat([x, x * 0.5], 1), 1), lambda x: x - x.logsumexp(1, keepdim=True), lambda x: x.flip(1),
     )  # fmt: skip
-    return _Function(found[n[0] % len(found)])
+    return _Function(functions[n[0] % len(functions)])
 
 
 class _Last(nn.Module):
@@ -291,13 +291,13 @@ def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
         y = x.flatten(2)
         return x + (y @ (y.transpose(1, 2) @ y / 9).softmax(-1)).view(x.shape)
 
-    found: tuple[Callable[[Tensor], Tensor], ...] = (
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
         lambda x: x.flip(2),
         lambda x: torch.roll(x, 1, 2),
         attend,
         lambda x: x.cumsum(2) * 0.1,
     )
-    return _Function(found[n[0] % len(found)])
+    return _Function(functions[n[0] % len(functions)])
 
 
 def _join(shape: tuple[int, ...], other: tuple[int, ...], n: tuple[int, ...]) -> Layer:

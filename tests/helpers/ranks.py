@@ -49,25 +49,25 @@ class Ranks:
             raise RankFailedError("an earlier case failed in these processes, and they may be out of step")
         for connection in self.connections:
             connection.send((case, arguments))
-        found: dict[int, tuple[bool, Any]] = {}
-        while len(found) < len(self.connections):
-            left = [connection for rank, connection in enumerate(self.connections) if rank not in found]
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(self.connections):
+            left = [connection for rank, connection in enumerate(self.connections) if rank not in answers]
             ready = wait(left, timeout_seconds)
             if not ready:
                 self.is_broken = True
-                raise RankFailedError(f"only ranks {sorted(found)} answered within {timeout_seconds} s")
+                raise RankFailedError(f"only ranks {sorted(answers)} answered within {timeout_seconds} s")
             for rank, connection in enumerate(self.connections):
                 if connection not in ready:
                     continue
                 try:
-                    found[rank] = connection.recv()
+                    answers[rank] = connection.recv()
                 except EOFError:
-                    found[rank] = (False, "the process ended")
-        failed = {rank: value for rank, (is_well, value) in sorted(found.items()) if not is_well}
+                    answers[rank] = (False, "the process ended")
+        failed = {rank: value for rank, (is_well, value) in sorted(answers.items()) if not is_well}
         if failed:
             self.is_broken = True
             raise RankFailedError("\n".join(f"rank {rank}: {value}" for rank, value in failed.items()))
-        return [found[rank][1] for rank in range(len(found))]
+        return [answers[rank][1] for rank in range(len(answers))]
 
     def close(self) -> None:
         """End the processes."""

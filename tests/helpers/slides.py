@@ -97,10 +97,10 @@ def open_files(path: Path) -> int:
     folder = Path("/proc/self/fd")
     if not folder.exists():
         return 0
-    found = 0
+    num_open = 0
     for entry in folder.iterdir():
         try:
-            found += entry.resolve() == path.resolve()
+            num_open += entry.resolve() == path.resolve()
         except OSError:  # the descriptor that lists the folder
             continue
-    return found
+    return num_open

@@ -42,8 +42,8 @@ class Normed(nn.Module):
         y = torch.relu(self.norm(self.shared(y)) + y)
         y = self.drop(torch.relu(self.shared(y)))
         y = self.last(self.down(y))
-        found: Tensor = self.head(y.mean((2, 3)))
-        return found
+        output: Tensor = self.head(y.mean((2, 3)))
+        return output
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "branches": Branches, "unet": TinyUNet, "normed": Normed}
@@ -99,13 +99,13 @@ def assert_same_bits_in_stages(original: nn.Module, shape: tuple[int, ...], stra
     """Assert that a step of a strategy at its least budget computes the bits of the untiled model: outputs, buffers, gradients."""
     options = sft.Options(strategy=strategy)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = []
+    steps = []
     for budget, chosen in ((least_budget(original, shape, options), options), ("1GiB", sft.Options())):
         model = copy.deepcopy(original)
         net: Any = sft.compile(model, shape, budget=budget, options=chosen)
         y = net(x)
         y.square().sum().backward()
-        found.append((len(net.plan.segments), [y.detach(), *model.buffers(), *(param.grad for param in model.parameters())]))
-    (num_stages, staged), (num_whole, whole) = found
+        steps.append((len(net.plan.segments), [y.detach(), *model.buffers(), *(param.grad for param in model.parameters())]))
+    (num_stages, staged), (num_whole, whole) = steps
     assert num_stages > num_whole == 1
     assert all(torch.equal(one, other) for one, other in zip(staged, whole, strict=True))

@@ -107,20 +107,20 @@ class Registers:
         self._known: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
         self._is_newest = importlib.metadata.version("triton").startswith(_RECORDED_WITH)
 
-    def limit(self, label: str, target: str, found: int) -> int:
+    def limit(self, label: str, target: str, compiled: int) -> int:
         """Largest number of registers; that of the hardware without a record, or with another Triton."""
-        known = self._raised(label, target, found)
+        known = self._raised(label, target, compiled)
         return known if self._is_newest and known is not None else 512
 
-    def spills_limit(self, label: str, target: str, found: int) -> int:
+    def spills_limit(self, label: str, target: str, compiled: int) -> int:
         """Largest number of bytes that a thread may spill."""
-        known = self._raised(label, f"{target} spilled bytes", found) if self._has_spills and found else None
+        known = self._raised(label, f"{target} spilled bytes", compiled) if self._has_spills and compiled else None
         return max(known or 0, 0 if self._is_newest else _SPILLS_OF_OLDER)
 
-    def _raised(self, label: str, name: str, found: int) -> int | None:
+    def _raised(self, label: str, name: str, compiled: int) -> int | None:
         if os.environ.get("SFT_RECORD_REGISTERS") == "1":
             own = self._known.setdefault(label, {})
-            own[name] = max(own.get(name, 0), found)
+            own[name] = max(own.get(name, 0), compiled)
         return self._known.get(label, {}).get(name)
 
     def save(self) -> None:

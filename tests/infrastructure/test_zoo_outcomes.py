@@ -33,8 +33,8 @@ def test_reasons_are_in_greedy_order() -> None:
         _refused("c", "chunk", "roll"),
         Outcome(package="timm", name="d", shape=(1, 3, 8, 8), kind="exact"),
     ]
-    found = [(blocker.reason, blocker.models, blocker.num_alone, blocker.num_unblocked) for blocker in blockers(outcomes)]
-    assert found == [
+    rows = [(blocker.reason, blocker.models, blocker.num_alone, blocker.num_unblocked) for blocker in blockers(outcomes)]
+    assert rows == [
         ("pad", ("timm/a", "timm/b"), 1, 1),
         ("chunk", ("timm/b", "timm/c"), 0, 2),
         ("roll", ("timm/c",), 0, 3),

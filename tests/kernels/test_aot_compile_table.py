@@ -29,8 +29,8 @@ _Launches = list[tuple[str, str, list[dict[str, Any]]]]
 def _collected(network: str, numbers: str, folder: Path, *, affected: bool = False, warp_groups: bool = True) -> _Launches:
     """Launches by class and split, both named."""
     job = {"network": network, "numbers": numbers, "affected": affected, "warp_groups": warp_groups}
-    (found,) = compile_kernels([job], folder)
-    launches: _Launches = found
+    (compiled,) = compile_kernels([job], folder)
+    launches: _Launches = compiled
     return launches
 
 
@@ -62,7 +62,7 @@ def test_the_table_compiles_ahead_of_time(network: str, numbers: str, affected: 
     jobs: dict[str, dict[str, Any]] = {}
     cases: list[tuple[str, str]] = []
     for target, collected in (("sm_90", launches), ("sm_80", older)):
-        of_target = {json.dumps(job, sort_keys=True): job for _, _, found in collected for job in found}
+        of_target = {json.dumps(job, sort_keys=True): job for _, _, entries in collected for job in entries}
         jobs |= of_target
         cases += [(target, key) for key in of_target]
     new = [case for case in cases if case not in _COSTS]

@@ -76,8 +76,8 @@ def test_a_trace_replays_to_the_result_and_gradients_of_its_function(function: C
     expected = function(*leaves)
     grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
-    found, gradients = _replay(trace, [x, weight], grad)
-    torch.testing.assert_close(found, expected.detach())
+    output, gradients = _replay(trace, [x, weight], grad)
+    torch.testing.assert_close(output, expected.detach())
     for one, other in zip(gradients, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -122,9 +122,9 @@ def test_functions_by_shape_call_the_same_on_any_device(target: str, dtype: torc
         made: Tensor = FUNCTIONS[target](*tensors, **options)
         return made
 
-    found, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
-    assert found == expected
-    assert found.forward
+    ours, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
+    assert ours == expected
+    assert ours.forward
 
 
 def test_a_cumulative_average_is_by_shape() -> None:
@@ -134,8 +134,8 @@ def test_a_cumulative_average_is_by_shape() -> None:
         return statistics.running_mean(moments, running, 0.1, count, 1)
 
     specs = [ArgumentSpec((1, 6, 3), torch.float32), ArgumentSpec((6,), torch.float32), ArgumentSpec((), torch.int64)]
-    found, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
-    assert found == expected
+    ours, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
+    assert ours == expected
 
 
 def test_nothing_is_computed_while_recording() -> None:

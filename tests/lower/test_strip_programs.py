@@ -52,13 +52,13 @@ def _segment(model: nn.Module, shape: tuple[int, int, int, int], rows: int, cols
 
 def _pairs(segment: TiledSegment, *, training: bool) -> list[tuple[Program, Program]]:
     """Each strip's programs, linked and lowered alone."""
-    found = []
+    programs = []
     for sweep in segment.sweeps:
         for index in map(int, segment.schedule.kinds[0]):
             for kind in _KINDS if training else _KINDS[:1]:
                 alone = emit_strip(segment.scope_of(sweep), segment.step(index), kind).finish()
-                found.append((segment.program(kind, index, sweep), alone))
-    return found
+                programs.append((segment.program(kind, index, sweep), alone))
+    return programs
 
 
 _MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -78,8 +78,8 @@ def test_a_strip_of_parts_is_the_strip_lowered_alone(name: str, rows: int, cols:
     segment = _segment(_MODELS[name](), (1, 3, 44, 24), rows, cols, halo, training=training)
     pairs = _pairs(segment, training=training)
     assert len(pairs) > 2
-    for found, alone in pairs:
-        assert described(found) == described(alone)
+    for linked, alone in pairs:
+        assert described(linked) == described(alone)
 
 
 def test_the_order_in_which_strips_are_lowered_changes_nothing() -> None:

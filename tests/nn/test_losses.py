@@ -62,8 +62,8 @@ def _scattered(prediction: Tensor, target: Tensor) -> Tensor:
 
 def _focal(prediction: Tensor, target: Tensor) -> Tensor:
     """Focal loss (Lin et al., 2017) on the class of a label."""
-    found = prediction.log_softmax(1).gather(1, target.unsqueeze(1))
-    return -((1 - found.exp()) ** 2 * found).mean()
+    log_probability = prediction.log_softmax(1).gather(1, target.unsqueeze(1))
+    return -((1 - log_probability.exp()) ** 2 * log_probability).mean()
 
 
 _OF_LABELS: dict[str, nn.Module] = {
@@ -352,8 +352,8 @@ def test_counts_next_to_a_loss(dtype: torch.dtype) -> None:
 
     model, x, labels = seeded(lambda: nn.Conv2d(3, 3, 3, padding=1)), image(2, 3, 14, 12), torch.randint(0, 3, (2, 14, 12))
     net = sft.compile(sft.nn.WithLoss(model, loss), [x.shape, labels], options=sft.Options(tile=(4, None)))
-    for found, expected in zip(net(x, labels), loss(model(x), labels), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for ours, expected in zip(net(x, labels), loss(model(x), labels), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("tile", [None, (4, None)])
@@ -364,8 +364,8 @@ def test_weights_of_classes_counted_in_the_batch(tile: tuple[int, int | None] | 
 
     model, x, labels = seeded(lambda: nn.Conv2d(3, 4, 3, padding=1)), image(2, 3, 14, 12), torch.randint(0, 4, (2, 14, 12))
     net = sft.compile(sft.nn.WithLoss(model, loss), [x.shape, labels], options=sft.Options(tile=tile))
-    found = [torch.autograd.grad(value, model.weight)[0] for value in (net(x, labels), loss(model(x), labels))]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(value, model.weight)[0] for value in (net(x, labels), loss(model(x), labels))]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-10)
     with pytest.raises(sft.UnsupportedError, match="its size depends on the numbers; give minlength, above the largest"):
         sft.compile(sft.nn.WithLoss(model, lambda y, t: loss(y, t, 0)), [x.shape, labels])
 

@@ -246,7 +246,7 @@ def test_dropout_follows_positions_and_has_the_same_bits_in_a_recomputation() ->
     torch.manual_seed(9)
     out = net(x)
     out.sum().backward()
-    found = x.grad
+    x_grad = x.grad
     x.grad = None
     weights = [p.detach().clone().requires_grad_() for p in net.parameters()]
     value = x
@@ -256,7 +256,7 @@ def test_dropout_follows_positions_and_has_the_same_bits_in_a_recomputation() ->
         value = value + positional_dropout(hidden * 2.0, 0.1, site=1, seed=seed, draw=number)
     value.sum().backward()
     torch.testing.assert_close(out, value, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(found, x.grad, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(x_grad, x.grad, rtol=1e-14, atol=1e-14)
     for param, weight in zip(net.parameters(), weights, strict=True):
         torch.testing.assert_close(param.grad, weight.grad, rtol=1e-14, atol=1e-14)
     torch.manual_seed(9)

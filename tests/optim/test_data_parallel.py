@@ -72,9 +72,9 @@ def _models(*, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
 
 
 def _repeat(model: Any) -> Repeat:
-    found = model.blocks
-    assert isinstance(found, Repeat)
-    return found
+    repeat = model.blocks
+    assert isinstance(repeat, Repeat)
+    return repeat
 
 
 def _batch(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:

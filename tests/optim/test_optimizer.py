@@ -64,8 +64,8 @@ def _train(optimizer: torch.optim.Optimizer, params: list[Tensor], steps: range)
         optimizer.step()
 
 
-def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def _assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -331,14 +331,14 @@ def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_p
             x = (x_of(name) + number).requires_grad_()
             loss = model(x).square().mean()
             if ask == "grad":
-                (found,) = torch.autograd.grad(loss, x)
+                (x_grad,) = torch.autograd.grad(loss, x)
             else:
                 loss.backward(inputs=[x])
                 assert x.grad is not None
-                found = x.grad
+                x_grad = x.grad
             assert all(param.grad is None for param in model.parameters())
             model.load_state_dict(before)  # statistics of norms have changed
-            model((x + 0.1 * found.sign()).detach()).square().mean().backward()
+            model((x + 0.1 * x_grad.sign()).detach()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert_same(net, resident)

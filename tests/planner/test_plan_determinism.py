@@ -39,10 +39,10 @@ def test_plans_do_not_depend_on_the_order_of_sets() -> None:
         )
         for seed in ("1", "2")
     ]
-    found = []
+    texts = []
     for process in started:
         out, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        found.append(out)
-    assert found[0].count('"tiled"') >= 3  # there are several candidates
-    assert found[0] == found[1]
+        texts.append(out)
+    assert texts[0].count('"tiled"') >= 3  # there are several candidates
+    assert texts[0] == texts[1]

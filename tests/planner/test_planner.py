@@ -222,9 +222,9 @@ def test_a_full_resolution_unet_in_a_fifth() -> None:
     freeze_norm(model)
     shape = (1, 3, 4096, 4096)
     plain = sft.plan(model, shape, budget=2**50, options=sft.Options(strategy="none"))
-    found = sft.plan(model, shape, budget=plain.total_bytes // 5)
-    assert found.total_bytes <= plain.total_bytes // 5
-    assert found.redundancy < 1.34
+    small = sft.plan(model, shape, budget=plain.total_bytes // 5)
+    assert small.total_bytes <= plain.total_bytes // 5
+    assert small.redundancy < 1.34
 
 
 def test_an_activation_beyond_32_bits_plans() -> None:
@@ -232,5 +232,5 @@ def test_an_activation_beyond_32_bits_plans() -> None:
         model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.AdaptiveAvgPool2d(1))
     assert 64 * 6144**2 > 2**31
     with torch.no_grad():
-        found = sft.plan(model, (1, 3, 6144, 6144), budget="1GiB")
-    assert found.total_bytes <= 2**30 and found.redundancy == 1.0
+        plan = sft.plan(model, (1, 3, 6144, 6144), budget="1GiB")
+    assert plan.total_bytes <= 2**30 and plan.redundancy == 1.0

@@ -65,7 +65,7 @@ def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
     kept: list[list[int]] = []
     with gc_paused():
         kept += [[number] for number in range(10_000)]
-    young = {id(found) for generation in (0, 1) for found in gc.get_objects(generation)}
+    young = {id(member) for generation in (0, 1) for member in gc.get_objects(generation)}
     assert not young.intersection(map(id, kept))
     gc.freeze()
     try:
@@ -164,20 +164,20 @@ def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch,
 
     def watched(exported: Any, *options: Any) -> Any:
         stacks.append(sum("stack_trace" in node.meta for node in exported.graph.nodes))
-        found = functional(exported, *options)
-        assert (found.program is exported) == directly
-        return found
+        functionalized = functional(exported, *options)
+        assert (functionalized.program is exported) == directly
+        return functionalized
 
     monkeypatch.setattr(module, "functionalize", watched)
     if not directly:
         monkeypatch.setattr("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None)
-    found = []
+    captures = []
     for patches in (("stack_traces", "tracer_stack_traces", "node_metadata"), ()):
         with monkeypatch.context() as without:
             skip_patch(without, *patches)
             made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)
-        found.append(made)
-    full, bare = found
+        captures.append(made)
+    full, bare = captures
     assert (numbered(bare.graph), bare.bounds) == (numbered(full.graph), full.bounds)
     assert set(bare.guards) < set(full.guards)  # memory formats hold for more than one pixel only
     assert stacks[0] > 0 and stacks[1] == 0
@@ -198,9 +198,9 @@ def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pyte
     for shape in ((1, 3, 4, 5), (1, 3, 5, 4), (1, 3, 7, 40)):
         x, own = image(*shape), image(*shape)
         expected = torch.autograd.grad(model(own.requires_grad_()).square().sum(), [own, *model.parameters()])
-        found = torch.autograd.grad(net(x.requires_grad_()).square().sum(), [x, *net.parameters()])
+        gradients = torch.autograd.grad(net(x.requires_grad_()).square().sum(), [x, *net.parameters()])
         torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
     assert num_captures == 1
 
 
@@ -331,14 +331,14 @@ def test_meters_around_the_first_call_do_not_see_planning() -> None:
             return out
 
     net, x = sft.compile(seeded(Spread).float(), _SHAPE), image(*_SHAPE).float()
-    found = []
+    measured = []
     with torch.no_grad():
         for _ in range(2):
             with sft.measure_peak("cpu") as peak, FlopCounterMode(display=False) as flops:
                 net(x)
-            found.append((peak.num_bytes, flops.get_total_flops()))
-    assert found[0] == found[1]
-    assert found[0][1] == 2 * 4 * 27 * 64 * 48
+            measured.append((peak.num_bytes, flops.get_total_flops()))
+    assert measured[0] == measured[1]
+    assert measured[0][1] == 2 * 4 * 27 * 64 * 48
 
 
 class _Compared(nn.Module):
@@ -349,10 +349,10 @@ class _Compared(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
 
     def forward(self, first: Tensor, *others: Tensor) -> Tensor:
-        found: Tensor = self.conv(first)
+        output: Tensor = self.conv(first)
         for other in others:
-            found = found - self.conv(other)
-        return found
+            output = output - self.conv(other)
+        return output
 
 
 @pytest.mark.parametrize("name", ["a loss", "several"])
@@ -419,5 +419,5 @@ def test_plain_execution_is_selected_where_it_just_fits(make: Any) -> None:
     model = seeded(make)
     shape = _SHAPE if isinstance(model, Residual) else (32, 16)
     plain = sft.plan(model, shape, options=sft.Options(strategy="none"), budget="1GiB")
-    found = sft.plan(model, shape, budget=plain.total_bytes)
-    assert (found.flops, found.total_bytes) == (plain.plain_flops, plain.total_bytes)
+    tight = sft.plan(model, shape, budget=plain.total_bytes)
+    assert (tight.flops, tight.total_bytes) == (plain.plain_flops, plain.total_bytes)

@@ -36,16 +36,16 @@ class _Model(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.body(x))
-        return found
+        output: torch.Tensor = self.head(self.body(x))
+        return output
 
 
 def _runs(lap: ScheduleOpRecord) -> Counter[tuple[int, int, int]]:
     """Number of runs of each program. Programs that finish a reduction are lowered anew each time, so they are compared by content."""
-    found: Counter[tuple[int, int, int]] = Counter()
+    runs: Counter[tuple[int, int, int]] = Counter()
     for program, count in lap.runs:
-        found[len(program.instructions), program.flops, program.peak_bytes] += count
-    return found
+        runs[len(program.instructions), program.flops, program.peak_bytes] += count
+    return runs
 
 
 _OPTIONS: list[dict[str, Any]] = [
@@ -104,8 +104,8 @@ def _timeline(*, measured: bool = False) -> Timeline:
         TimelineEntry(move=move, begin_bytes=8, peak_bytes=9, end_bytes=8, flops=flops, estimated_seconds=seconds)
         for move, seconds, flops in rows
     )
-    found = Timeline(entries=tuple(entries))
-    return found.measured([10 * entry.estimated_seconds for entry in found.entries]) if measured else found
+    timeline = Timeline(entries=tuple(entries))
+    return timeline.measured([10 * entry.estimated_seconds for entry in timeline.entries]) if measured else timeline
 
 
 def test_costs_are_sums_over_moves() -> None:

@@ -85,9 +85,9 @@ def _assert_as_simulated(costs: RepeatCosts, plan: RepeatPlan, executed: list[st
     chain = to_stage_chain(costs)
     with_weights = dataclasses.replace(chain, stages=tuple(dataclasses.replace(stage, weight_bytes=1) for stage in chain.stages))
     schedule = Schedule(strategy="test", operations=plan.operations, streamed_weights=weights)
-    found = simulate(with_weights, schedule)
-    computed = [event.label for event in found.events if event.stream == "compute" and event.label != "L"]
-    streamed = [event.label for event in found.events if event.stream == "up"]
+    simulation = simulate(with_weights, schedule)
+    computed = [event.label for event in simulation.events if event.stream == "compute" and event.label != "L"]
+    streamed = [event.label for event in simulation.events if event.stream == "up"]
     assert [word for word in executed if word[0] != "-"] == computed
     assert executed == [str(operation) for operation in plan.operations if operation.kind != "loss"]
     assert [f"{word} streams" for word in computed] == streamed

@@ -47,9 +47,9 @@ def _models(*, dtype: torch.dtype = torch.float64, window: str | int = "3KiB", *
 
 
 def _repeat(model: nn.Sequential) -> Repeat:
-    found = model[1]
-    assert isinstance(found, Repeat)
-    return found
+    repeat = model[1]
+    assert isinstance(repeat, Repeat)
+    return repeat
 
 
 def _batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -306,8 +306,8 @@ def test_a_failing_step_changes_nothing(two_phase: bool, where: str, tmp_path: P
         out.backward()
     repeat.trace = None
     ours.zero_grad()
-    found = {name: value for name, value in model.state_dict().items() if "running" not in name and "tracked" not in name}
-    assert all(torch.equal(value, state[name]) for name, value in found.items())
+    weights = {name: value for name, value in model.state_dict().items() if "running" not in name and "tracked" not in name}
+    assert all(torch.equal(value, state[name]) for name, value in weights.items())
     assert same_state(ours.state_dict(), optimizer_state)
 
     # And when the weights cannot be committed, the step can be tried again.
@@ -498,8 +498,8 @@ def test_a_gradient_of_the_input_alone_trains_no_blocks(two_phase: bool) -> None
     for number in range(2):
         for net, optimizer in ((model, ours), (plain, theirs)):
             x = _batch(number).requires_grad_()
-            (found,) = torch.autograd.grad(net(x).square().mean(), x)
-            net((x + 0.1 * found).detach()).square().mean().backward()
+            (x_grad,) = torch.autograd.grad(net(x).square().mean(), x)
+            net((x + 0.1 * x_grad).detach()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     _assert_same(model, plain, exactly=False)

@@ -92,10 +92,10 @@ def _random_order(staged: StagedModel, seed: int) -> tuple[str, ...]:
 
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
 def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str, seed: int) -> None:
-    found = staged[name]
+    stages = staged[name]
     model = seeded(_MODELS[name])
-    order = _random_order(found, seed)
-    made = _given(model, found, order)
+    order = _random_order(stages, seed)
+    made = _given(model, stages, order)
     eager = seeded(_MODELS[name])
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
     assert net.plan.order in (order, ())  # none for the plain order
@@ -123,10 +123,10 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
 def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
     """Plan of stages with a schedule."""
     options = sft.Options(strategy="sqrt")
-    found = sft.plan(model, _SHAPE, budget="4GiB", options=options)
-    assert [segment.nodes for segment in found.segments] == [choice.nodes for choice in staged.choices]
-    text = found.to_json().replace('"order": []', '"order": ' + str(list(order)).replace("'", '"'))
-    if found.order:
+    plan = sft.plan(model, _SHAPE, budget="4GiB", options=options)
+    assert [segment.nodes for segment in plan.segments] == [choice.nodes for choice in staged.choices]
+    text = plan.to_json().replace('"order": []', '"order": ' + str(list(order)).replace("'", '"'))
+    if plan.order:
         raise AssertionError("a plan that fits has the plain order")
     return sft.Plan.from_json(text)
 
@@ -134,8 +134,8 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
 def test_execution_and_frees_follow_the_schedule(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     """Segments run the ops of the schedule, and a cut lives from its write to its last read."""
-    found = staged[name]
-    region = found.with_schedule(parse_schedule(_random_order(found, seed), len(found.choices)))
+    stages = staged[name]
+    region = stages.with_schedule(parse_schedule(_random_order(stages, seed), len(stages.choices)))
     log: list[str] = []
 
     class Noting:
@@ -159,9 +159,9 @@ def test_execution_and_frees_follow_the_schedule(staged: dict[str, StagedModel],
             self.segment.backward(machine, values, saved, grads, consume=consume)
 
     noting = [Noting(i, segment) for i, segment in enumerate(region.segments)]
-    run_step(found.problem, replace(region, segments=noting), SimulatedMachine())
+    run_step(stages.problem, replace(region, segments=noting), SimulatedMachine())
     run = [str(move) for move in region.schedule if move.kind != "loss"]
-    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.sized.requires_grad.isdisjoint(choice.nodes)}
+    idle = {f"B{i}" for i, choice in enumerate(stages.choices) if stages.problem.sized.requires_grad.isdisjoint(choice.nodes)}
     assert [entry.rstrip("+") for entry in log] == [move.rstrip("+") for move in run if move not in idle]
 
 

@@ -90,21 +90,23 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
 
     moves = staged.segment_schedule(reversal(staged.chain, decide if recomputes else keep_all))
     region = staged.region
-    lives = [(target, life) for target, found in region.liveness.value_lifetimes(moves).items() for life in found if life[0] < life[1]]
+    lives = [
+        (target, life) for target, lifetimes in region.liveness.value_lifetimes(moves).items() for life in lifetimes if life[0] < life[1]
+    ]
     rng.shuffle(lives)
-    found: list[list[ScheduleOp]] = [[] for _ in range(len(moves) + 1)]
+    copies: list[list[ScheduleOp]] = [[] for _ in range(len(moves) + 1)]
 
     def flat() -> SegmentSchedule:
-        return tuple(each for place, group in enumerate(found) for each in (*group, *moves[place : place + 1]))
+        return tuple(each for place, group in enumerate(copies) for each in (*group, *moves[place : place + 1]))
 
     for target, (made, last) in lives[: rng.randint(1, 12)]:
-        before = [list(group) for group in found]
+        before = [list(group) for group in copies]
         places = sorted(rng.randint(made + 1, last) for _ in range(3))
         for place, kind in zip(places, COPY_SIGNS.values(), strict=True):
             is_value = not target.endswith("+")
-            found[place].append(ScheduleOp(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
+            copies[place].append(ScheduleOp(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
         if replace(region, custom_schedule=flat()).liveness.copy_error() is not None:  # read in between
-            found[:] = before
+            copies[:] = before
     return flat()
 
 
@@ -112,8 +114,8 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
 def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed: int, recomputes: bool) -> None:
     """Also with every copy as late as permitted: no op reads a value before it has waited for it."""
-    found = staged[name]
-    order = _random_order(found, seed, recomputes=recomputes)
+    stages = staged[name]
+    order = _random_order(stages, seed, recomputes=recomputes)
     model = seeded(MODELS[name])
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
     assert net.plan.host_bytes > 0 or not any(move.is_copy for move in order)
@@ -200,8 +202,8 @@ class _Noting(SimulatedMachine):
 @_FEW
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20))
 def test_copies_and_their_positions_follow_the_order(staged: dict[str, StagedModel], name: str, seed: int) -> None:
-    found = staged[name]
-    region = replace(found.region, custom_schedule=_random_order(found, seed, recomputes=True))
+    stages = staged[name]
+    region = replace(stages.region, custom_schedule=_random_order(stages, seed, recomputes=True))
     machine = _Noting()
 
     class Watching:
@@ -222,8 +224,8 @@ def test_copies_and_their_positions_follow_the_order(staged: dict[str, StagedMod
             self.segment.backward(machine, values, saved, grads, consume=consume)
 
     watching = [Watching(i, segment) for i, segment in enumerate(region.segments)]
-    run_step(found.problem, replace(region, segments=watching), machine)
-    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.sized.requires_grad.isdisjoint(choice.nodes)}
+    run_step(stages.problem, replace(region, segments=watching), machine)
+    idle = {f"B{i}" for i, choice in enumerate(stages.choices) if stages.problem.sized.requires_grad.isdisjoint(choice.nodes)}
     expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.schedule if move.kind != "loss"]
     assert machine.log == [entry for entry in expected if entry not in idle]
     assert not machine.away
@@ -348,11 +350,11 @@ def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str,
     with pytest.MonkeyPatch.context() as patch:
         problem = with_resources(problem_of(model, _SHAPE, patch), link=DeviceRates("cpu").link(1e8))
     chained = StagedModel(problem, DeviceRates("cpu"))
-    found = smallest_schedule(chained, "offload-dp")
-    assert found.projection.host_bytes
-    simulated = simulate(chained.chain, found.schedule, link=problem.resources.link)
+    smallest = smallest_schedule(chained, "offload-dp")
+    assert smallest.projection.host_bytes
+    simulated = simulate(chained.chain, smallest.schedule, link=problem.resources.link)
     plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, sft.Options(strategy="offload-dp")), options=options)
-    assert plan.order == tuple(map(str, found.order))
+    assert plan.order == tuple(map(str, smallest.order))
     assert plan.estimated_seconds == pytest.approx(simulated.seconds, rel=0.02)
 
 
@@ -405,17 +407,17 @@ def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]]
 
 
 def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) -> None:
-    found = staged["unet"]
-    plain = found.segment_schedule(reversal(found.chain, keep_all))
+    unet = staged["unet"]
+    plain = unet.segment_schedule(reversal(unet.chain, keep_all))
     target, ((made, last),) = next(
-        (t, lives) for t, lives in found.region.liveness.value_lifetimes(plain).items() if lives[0][1] < len(plain) - 2
+        (t, lives) for t, lives in unet.region.liveness.value_lifetimes(plain).items() if lives[0][1] < len(plain) - 2
     )
     move = ScheduleOp("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
     late = (*plain[: last + 1], move, replace(move, kind="release"), *plain[last + 1 :])
     never = (*plain[: made + 1], move, *plain[made + 1 :])
     unread = (*plain[: made + 1], move, *plain[made + 1 : last + 1], replace(move, kind="release"), *plain[last + 1 :])
-    assert drop_idle_copies(found.region, late) == drop_idle_copies(found.region, never) == plain
-    assert drop_idle_copies(found.region, unread) == plain
+    assert drop_idle_copies(unet.region, late) == drop_idle_copies(unet.region, never) == plain
+    assert drop_idle_copies(unet.region, unread) == plain
 
 
 def test_tiled_segments_may_leave_too() -> None:

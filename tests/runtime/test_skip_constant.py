@@ -140,10 +140,10 @@ def _made(name: str) -> nn.Module:
 def test_a_band_of_background_is_left_out_exactly(name: str) -> None:
     """Outputs, gradients, buffers and two updates equal eager PyTorch's; forward and backward leave strips out."""
     x = banded_image((2, 2, 96, 14), (20, 80))
-    found = assert_exact_skipping(_made(name), x, options=sft.Options(tile=(4, None), skip_repeats=True))
-    assert found.forward >= 4, found
-    assert found.backward >= 4, found
-    assert found.flops < found.plan.flops
+    skipping = assert_exact_skipping(_made(name), x, options=sft.Options(tile=(4, None), skip_repeats=True))
+    assert skipping.forward >= 4, skipping
+    assert skipping.backward >= 4, skipping
+    assert skipping.flops < skipping.plan.flops
 
 
 @settings(max_examples=max(5, settings().max_examples // 8), deadline=None)
@@ -197,8 +197,8 @@ def test_panels_of_one_geometry_are_compared_separately(panel: int) -> None:
     x = banded_image((1, 2, 64, 48))
     x[:, :, 4:62, max(0, 6 * panel - 12) : 6 * panel + 18] = 0.25
     for name in ("plain", "pooled"):
-        found = assert_exact_skipping(_made(name), x, options=sft.Options(tile=(4, 6), skip_repeats=True))
-        assert 0 < found.forward < found.num_forward // 2
+        skipping = assert_exact_skipping(_made(name), x, options=sft.Options(tile=(4, 6), skip_repeats=True))
+        assert 0 < skipping.forward < skipping.num_forward // 2
 
 
 def test_one_pixel_is_enough_to_run_a_strip() -> None:
@@ -314,17 +314,17 @@ def test_a_plan_states_that_strips_may_be_left_out() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     """Outputs have the same bits; gradients, summed in single precision, differ by less than the resolution of the half type."""
     image = banded_image((1, 2, 96, 14), (20, 80), dtype=torch.float32).to(dtype)
-    found = []
+    results = []
     for skip in (False, True):
         model = _made("plain").to(dtype)
         x = image.clone().requires_grad_()
         net = sft.compile(model, x, options=sft.Options(tile=(4, None), skip_repeats=skip))
         out = net(x)
         out.backward(torch.full_like(out, 0.125))
-        found.append([out.detach(), x.grad, *(p.grad for p in model.parameters())])
-    assert torch.equal(found[0][0], found[1][0])
+        results.append([out.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert torch.equal(results[0][0], results[1][0])
     resolution = 2 * torch.finfo(dtype).eps
-    for full, ours in zip(*found, strict=True):
+    for full, ours in zip(*results, strict=True):
         assert full is not None and ours is not None
         assert relative_error(ours, full) <= resolution
 
@@ -335,10 +335,10 @@ def test_skipped_strips_are_counted_by_pass() -> None:
     net: Any = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     with torch.no_grad():
         net(x)
-    found = net.last_skipping
-    assert found.forward.num_skipped > 0
-    assert (found.backward.num_strips, found.skipped_flops) == (0, found.forward.skipped_flops)
-    assert "strips left out" in str(found)
+    skipping = net.last_skipping
+    assert skipping.forward.num_skipped > 0
+    assert (skipping.backward.num_strips, skipping.skipped_flops) == (0, skipping.forward.skipped_flops)
+    assert "strips left out" in str(skipping)
 
 
 def test_a_mesh_runs_all_strips() -> None:

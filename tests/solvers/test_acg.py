@@ -74,11 +74,11 @@ def test_no_subset_of_vertices_is_better() -> None:
     num_inside = 0
     for case in instances(600):
         dag = _random_dag(rng, rng.randint(2, 8 if case % 6 else 10))
-        found = acg.optimal_checkpoints(dag)
-        chosen = frozenset(found.checkpoints)
-        assert _largest_of(dag, chosen) == found.segment_bytes
-        assert found.checkpoint_bytes == sum(dag.sizes_bytes[v] for v in chosen)
-        assert found.total_bytes == _least_total(dag), case
+        optimum = acg.optimal_checkpoints(dag)
+        chosen = frozenset(optimum.checkpoints)
+        assert _largest_of(dag, chosen) == optimum.segment_bytes
+        assert optimum.checkpoint_bytes == sum(dag.sizes_bytes[v] for v in chosen)
+        assert optimum.total_bytes == _least_total(dag), case
         seen |= _kinds(division_tree(dag))
         num_inside += len(chosen) > 2
     assert seen == {"edge", "linear", "branch", "complex"}
@@ -105,15 +105,15 @@ def test_every_bound_has_its_cheapest_checkpoints() -> None:
                 largest = _largest_of(dag, chosen)
                 if largest is not None:
                     outcomes.append((largest, sum(dag.sizes_bytes[v] for v in chosen)))
-        for found in acg.solutions(dag):
-            assert found.checkpoint_bytes == min(held for largest, held in outcomes if largest <= found.segment_bytes)
+        for solution in acg.solutions(dag):
+            assert solution.checkpoint_bytes == min(held for largest, held in outcomes if largest <= solution.segment_bytes)
 
 
 @pytest.mark.parametrize("root", [3, 5, 12])
 def test_equal_vertices_need_two_square_roots(root: int) -> None:
     """k segments of n/k: with the source, k + 1 checkpoints and n/k - 1 between two of them."""
-    found = acg.optimal_checkpoints(acg.chain_dag(uniform_chain(root * root, light=True)))
-    assert found.total_bytes == 2 * root
+    optimum = acg.optimal_checkpoints(acg.chain_dag(uniform_chain(root * root, light=True)))
+    assert optimum.total_bytes == 2 * root
 
 
 def test_a_segment_inside_a_complex_one() -> None:
@@ -135,8 +135,8 @@ def test_schedules_on_chains() -> None:
         with pytest.raises(BudgetError) as refusal:
             acg.solve_acg(chain, budget_bytes=1)
         needed = refusal.value.needed_bytes
-        found = simulate(chain, acg.solve_acg(chain, budget_bytes=needed))
-        assert found.peak_bytes == needed
+        simulation = simulate(chain, acg.solve_acg(chain, budget_bytes=needed))
+        assert simulation.peak_bytes == needed
         best = acg.optimal_checkpoints(acg.chain_dag(chain))
         roomy = simulate(chain, acg.solve_acg(chain, budget_bytes=10**6))
         assert roomy.peak_bytes <= best.total_bytes + max(s.grad_bytes for s in chain.stages) * 2 + chain.input_grad_bytes + 12

@@ -78,13 +78,13 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
     for case in instances(60):
         chain, link, budget = _case(rng, streamable=False, full_duplex=False)
         search = JointSearch(chain, link=link, slot_bytes=1, bucket_bytes=1, max_labels=10**6, adaptive=False)
-        found = search.paths(budget)
+        optima = search.paths(budget)
         assert search.table is not None
         paths = list(_every_path(build_edges(chain, search.table, longest=chain.num_stages, adaptive=False), 0, 2 * chain.num_stages + 2))
         best, path, leaves = fluid_optimum(paths, start_bytes=chain.input_bytes, budget_bytes=budget, rate=link.down_bytes_per_second)
-        assert (best is None) == (not found), case
+        assert (best is None) == (not optima), case
         if best is not None:
-            assert found[0].seconds == pytest.approx(best, abs=1e-6), case
+            assert optima[0].seconds == pytest.approx(best, abs=1e-6), case
             num_feasible += 1
             num_mixed += any(leaves) and any(edge.label.mode != "keep" for edge in path if isinstance(edge.label, EdgeKind))
     assert num_feasible >= 25 and num_mixed >= 3
@@ -108,15 +108,15 @@ def test_schedules_against_every_path_and_placement() -> None:
                     steps = tuple(PathStep(edge, away) for edge, away in zip(path, leaves, strict=True))
                     schedule, peak = search.schedule(FluidPath(steps=steps, seconds=0.0), budget)
                     if peak <= budget:
-                        found = simulate(chain, schedule, link=link)
-                        assert found.peak_bytes == peak
-                        best = min(best, found.seconds)
+                        simulation = simulate(chain, schedule, link=link)
+                        assert simulation.peak_bytes == peak
+                        best = min(best, simulation.seconds)
         if best == math.inf:
             continue
-        found = simulate(chain, joint.solve_joint(chain, budget_bytes=budget, link=link), link=link)
-        assert found.peak_bytes <= budget
+        simulation = simulate(chain, joint.solve_joint(chain, budget_bytes=budget, link=link), link=link)
+        assert simulation.peak_bytes <= budget
         num_cases += 1
-        num_best += found.seconds <= best + 1e-9
+        num_best += simulation.seconds <= best + 1e-9
     assert num_cases > 100 and num_best >= 0.97 * num_cases
 
 
@@ -132,11 +132,11 @@ def test_auto_is_never_slower_than_any_strategy(full_duplex: bool) -> None:
         times = {}
         for name in SOLVERS:
             try:
-                found = simulate(chain, get_solver(name)(chain, budget_bytes=budget, link=link), link=link)
+                simulation = simulate(chain, get_solver(name)(chain, budget_bytes=budget, link=link), link=link)
             except BudgetError:
                 continue
-            assert found.peak_bytes <= budget
-            times[name] = found.seconds
+            assert simulation.peak_bytes <= budget
+            times[name] = simulation.seconds
         if times:
             assert times["auto"] == min(times.values())
             num_better += times["auto"] < min((seconds for name, seconds in times.items() if name != "auto"), default=math.inf)
@@ -154,8 +154,8 @@ def test_the_search_is_monotone_in_budget_rate_and_menu() -> None:
             for tiles in (chain.alternatives, ()):
                 for rate in (4, 2):
                     link = HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate, full_duplex=False)
-                    found = JointSearch(replace(chain, alternatives=tiles), link=link, slot_bytes=1, bucket_bytes=1).paths(budget)
-                    times.append(found[0].seconds if found else math.inf)
+                    optima = JointSearch(replace(chain, alternatives=tiles), link=link, slot_bytes=1, bucket_bytes=1).paths(budget)
+                    times.append(optima[0].seconds if optima else math.inf)
             assert times[0] <= times[1] and times[2] <= times[3]  # a faster link
             assert times[0] <= times[2] and times[1] <= times[3]  # a larger menu
             assert times[0] <= last + 1e-9
@@ -180,8 +180,8 @@ def test_a_cut_that_is_larger_than_the_device_is_streamed() -> None:
     chain = StageChain(input_bytes=20, stages=(stage, replace(stage, output_bytes=10, grad_bytes=10)), alternatives=tiles)
     schedule = joint.solve_joint(chain, budget_bytes=100, link=HostLink(down_bytes_per_second=500, up_bytes_per_second=500))
     assert schedule.streamed_cuts == (1,)
-    found = simulate(chain, schedule)
-    assert found.peak_bytes <= 100 and found.host_peak_bytes == 2000
+    simulation = simulate(chain, schedule)
+    assert simulation.peak_bytes <= 100 and simulation.host_peak_bytes == 2000
     everything = replace(chain, input_may_stream=True, output_may_stream=True)
     assert joint.solve_joint(everything, budget_bytes=60).streamed_cuts == (0, 1, 2)
     with pytest.raises(InputError, match="does not allow"):
@@ -201,9 +201,9 @@ def test_weights_are_streamed_where_they_do_not_fit() -> None:
     chain = StageChain(input_bytes=10, stages=(stage,) * 4)
     link = HostLink(down_bytes_per_second=100, up_bytes_per_second=100)
     schedule = joint.solve_joint(chain, budget_bytes=600, link=link)
-    found = simulate(chain, schedule, link=link)
-    assert schedule.streamed_weights and found.peak_bytes <= 600 < plain_peak_bytes(chain)
-    assert found.seconds == chain.compute_seconds  # a second to copy a weight, four or eight to use it
+    simulation = simulate(chain, schedule, link=link)
+    assert schedule.streamed_weights and simulation.peak_bytes <= 600 < plain_peak_bytes(chain)
+    assert simulation.seconds == chain.compute_seconds  # a second to copy a weight, four or eight to use it
     assert joint.solve_joint(chain, budget_bytes=plain_peak_bytes(chain), link=link).streamed_weights == ()
 
 
@@ -217,8 +217,8 @@ def test_the_host_budget_is_kept() -> None:
                 schedule = joint.solve_joint(chain, budget_bytes=budget, host_budget_bytes=host)
             except BudgetError:
                 continue
-            found = simulate(chain, schedule)
-            assert found.peak_bytes <= budget and found.host_peak_bytes <= host
+            simulation = simulate(chain, schedule)
+            assert simulation.peak_bytes <= budget and simulation.host_peak_bytes <= host
 
 
 def test_unknown_strategies_are_refused() -> None:

@@ -43,8 +43,8 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
         n, rate, budget = chain.num_stages, rng.choice([1, 2, 3]), _between(rng, chain)
         edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
         best, _, leaves = fluid_optimum([edges], start_bytes=chain.input_bytes, budget_bytes=budget, rate=rate)
-        found = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
-        assert best is not None and found[0].seconds == pytest.approx(best, abs=1e-6), case
+        optima = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
+        assert best is not None and optima[0].seconds == pytest.approx(best, abs=1e-6), case
         num_slowed += any(leaves) and best > chain.compute_seconds
     assert num_slowed > 25
 
@@ -59,8 +59,8 @@ def test_two_corrections_of_the_published_formulas() -> None:
     assert offloading.fluid_optima(chain, budget_bytes=7, link=_link(1.0), slot_bytes=1) == []
     # At 8, x_0 is offloaded during B_2 and returns only after B_2, which takes 2 seconds. Equation 6 with the forward's workspace, which is
     # none, would make the return free.
-    found = offloading.fluid_optima(chain, budget_bytes=8, link=_link(1.0), slot_bytes=1)
-    assert found[0].seconds == chain.compute_seconds + 2.0
+    optima = offloading.fluid_optima(chain, budget_bytes=8, link=_link(1.0), slot_bytes=1)
+    assert optima[0].seconds == chain.compute_seconds + 2.0
 
 
 @_SOLVERS
@@ -70,16 +70,16 @@ def test_schedules_stay_inside_and_never_beat_the_bounds(solver: Solver, full_du
     for _ in instances(120):
         chain = random_chain(rng, rng.randint(1, 8), light=rng.random() < 0.5, weights=rng.random() < 0.3)
         link, budget = _link(rng.choice([1, 2, 5]), full_duplex=full_duplex), _between(rng, chain)
-        found = simulate(chain, solver(chain, budget_bytes=budget, link=link), link=link)
-        assert found.peak_bytes <= budget
-        assert found.compute_seconds == chain.compute_seconds
-        assert found.seconds >= offload_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
-        assert found.seconds >= turn_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
-        assert found.peak_bytes >= stage_bound_bytes(chain)
-        assert found.host_peak_bytes >= plain_peak_bytes(chain) - budget
+        simulation = simulate(chain, solver(chain, budget_bytes=budget, link=link), link=link)
+        assert simulation.peak_bytes <= budget
+        assert simulation.compute_seconds == chain.compute_seconds
+        assert simulation.seconds >= offload_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
+        assert simulation.seconds >= turn_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
+        assert simulation.peak_bytes >= stage_bound_bytes(chain)
+        assert simulation.host_peak_bytes >= plain_peak_bytes(chain) - budget
         if not full_duplex and not any(stage.saved_bytes for stage in chain.stages):  # else a schedule may move half of what a stage keeps
             fluid = offloading.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=1)
-            assert found.seconds >= fluid[0].seconds - 1e-6
+            assert simulation.seconds >= fluid[0].seconds - 1e-6
 
 
 @_SOLVERS
@@ -150,5 +150,5 @@ def test_coarse_slots_cost_little_and_never_the_budget() -> None:
         chain = random_chain(rng, 12, largest=5000)
         budget, link = _between(rng, chain), _link(800)
         exact = offloading.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=10)[0].seconds
-        found = simulate(chain, offloading.solve_offload_dp(chain, budget_bytes=budget, link=link), link=link)
-        assert found.peak_bytes <= budget and found.seconds <= 1.5 * exact
+        simulation = simulate(chain, offloading.solve_offload_dp(chain, budget_bytes=budget, link=link), link=link)
+        assert simulation.peak_bytes <= budget and simulation.seconds <= 1.5 * exact

@@ -46,9 +46,11 @@ def test_plain_training_written_out() -> None:
     )
     operations = reversal(chain, keep_all)
     assert str(Schedule(strategy="none", operations=operations)) == "F1 F2+ F3+ L B3 -x3 -s3 -y3 -x2 B2 -s2 -y2 -x1 B1 -y1"
-    found = _play(chain, operations)
-    assert found.seconds == chain.compute_seconds == found.compute_seconds == 9
-    assert found.peak_bytes == 5 + 7 + 2 + 3 + 7  # at B2: x_0, x_1, saved values of stage 2, and two gradients; x_2 has no further reader
+    simulation = _play(chain, operations)
+    assert simulation.seconds == chain.compute_seconds == simulation.compute_seconds == 9
+    assert (
+        simulation.peak_bytes == 5 + 7 + 2 + 3 + 7
+    )  # at B2: x_0, x_1, saved values of stage 2, and two gradients; x_2 has no further reader
 
 
 def test_one_recomputation_written_out() -> None:
@@ -105,8 +107,8 @@ def test_sqrt_of_equal_stages_keeps_two_square_roots() -> None:
         simple.solve_sqrt(chain, budget_bytes=10)
     least = refusal.value.needed_bytes
     assert least <= 2 * 10 + 4
-    found = simulate(chain, simple.solve_sqrt(chain, budget_bytes=least))
-    assert found.peak_bytes == least and found.seconds <= 2 * 100 + 100
+    simulation = simulate(chain, simple.solve_sqrt(chain, budget_bytes=least))
+    assert simulation.peak_bytes == least and simulation.seconds <= 2 * 100 + 100
     with pytest.raises(BudgetError):
         simple.solve_sqrt(chain, budget_bytes=least - 1)
 
@@ -116,7 +118,9 @@ def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
     num_feasible = num_recomputing = 0
     for case in instances(400):
         chain = random_chain(rng, rng.randint(1, 4 if case % 8 else 5), weights=case % 3 == 0)
-        outcomes = {(found.peak_bytes, found.seconds) for found in (_play(chain, plan) for plan in every_persistent_schedule(chain))}
+        outcomes = {
+            (simulation.peak_bytes, simulation.seconds) for simulation in (_play(chain, plan) for plan in every_persistent_schedule(chain))
+        }
         least = min(peak for peak, _ in outcomes)
         for budget in {least - 1, least, *(rng.choice(sorted(outcomes))[0] for _ in range(3))}:
             fitting = [seconds for peak, seconds in outcomes if peak <= budget]
@@ -125,11 +129,11 @@ def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
                     optimal.solve_optimal(chain, budget_bytes=budget)
                 assert refusal.value.needed_bytes == least
                 continue
-            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
-            assert found.peak_bytes <= budget
-            assert found.seconds == min(fitting), (case, budget)
+            simulation = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
+            assert simulation.peak_bytes <= budget
+            assert simulation.seconds == min(fitting), (case, budget)
             num_feasible += 1
-            num_recomputing += found.seconds > chain.compute_seconds
+            num_recomputing += simulation.seconds > chain.compute_seconds
     assert num_feasible > 700 and num_recomputing > 300
 
 
@@ -142,10 +146,10 @@ def test_optimal_against_all_states() -> None:
         least = optimal.MinMemorySchedule(chain).first_pass_bytes(0) + chain.input_bytes
         for budget in (least, least + rng.randint(1, 8)):
             best = fastest_of_all_states(chain, budget)
-            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1)).seconds
-            assert best is not None and best <= found
+            seconds = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1)).seconds
+            assert best is not None and best <= seconds
             num_cases += 1
-            num_equal += best == found
+            num_equal += best == seconds
     assert num_equal >= 0.95 * num_cases
 
 
@@ -155,10 +159,10 @@ def test_optimal_on_equal_stages_is_revolve() -> None:
         for slots in range(1, min(n, 6) + 1):
             operations = simple.revolve_operations(chain, slots)
             other = _play(chain, operations)
-            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=other.peak_bytes, bucket_bytes=1))
-            assert found.seconds <= other.seconds
+            simulation = simulate(chain, optimal.solve_optimal(chain, budget_bytes=other.peak_bytes, bucket_bytes=1))
+            assert simulation.seconds <= other.seconds
             if slots < n - 1:
-                assert found.seconds >= simple.num_advances(n, slots + 1)
+                assert simulation.seconds >= simple.num_advances(n, slots + 1)
 
 
 @_ONE_LEVEL
@@ -173,10 +177,10 @@ def test_no_restricted_strategy_beats_optimal(solver: Solver) -> None:
             except BudgetError as refusal:
                 assert simulate(chain, solver(chain, budget_bytes=refusal.needed_bytes)).peak_bytes == refusal.needed_bytes
                 continue
-            found = simulate(chain, schedule)
+            simulation = simulate(chain, schedule)
             best = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
-            assert found.peak_bytes <= budget and best.peak_bytes <= budget
-            assert best.seconds <= found.seconds
+            assert simulation.peak_bytes <= budget and best.peak_bytes <= budget
+            assert best.seconds <= simulation.seconds
 
 
 def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
@@ -187,11 +191,11 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
         least = optimal.MinMemorySchedule(chain).first_pass_bytes(0) + chain.input_bytes
         last = math.inf
         for budget in range(least, top + 1, max(1, (top - least) // 10)):
-            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
-            assert found.seconds <= last
-            last = found.seconds
+            simulation = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
+            assert simulation.seconds <= last
+            last = simulation.seconds
             coarse = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=16))
-            assert coarse.peak_bytes <= budget and coarse.seconds >= found.seconds
+            assert coarse.peak_bytes <= budget and coarse.seconds >= simulation.seconds
         assert simulate(chain, optimal.solve_optimal(chain, budget_bytes=top, bucket_bytes=1)).seconds == chain.compute_seconds
 
 
@@ -226,8 +230,8 @@ def test_shared_solutions_of_equal_parts_change_nothing() -> None:
     )
     top = _play(chain, reversal(chain, keep_all)).peak_bytes
     for budget in range(top // 2, top, 3):
-        found, other = (simulate(c, optimal.solve_optimal(c, budget_bytes=budget, bucket_bytes=1)).seconds for c in (chain, apart))
-        assert found == pytest.approx(other, abs=1e-6)
+        seconds, other = (simulate(c, optimal.solve_optimal(c, budget_bytes=budget, bucket_bytes=1)).seconds for c in (chain, apart))
+        assert seconds == pytest.approx(other, abs=1e-6)
 
 
 def test_a_chain_is_judged_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ def _schedule(*operations: Operation) -> Schedule:
 
 
 def test_the_plain_schedule() -> None:
-    found = simulate(_CHAIN, _schedule(*_PLAIN))
-    assert (found.seconds, found.compute_seconds, found.idle_seconds) == (12.0, 12.0, 0.0)
-    assert found.peak_bytes == 40  # x0, x1, y2 and either x2 or y1
-    assert found.host_peak_bytes == 0
-    assert [str(event.label) for event in found.events] == ["F1", "F2", "L", "B2", "B1"]
+    simulation = simulate(_CHAIN, _schedule(*_PLAIN))
+    assert (simulation.seconds, simulation.compute_seconds, simulation.idle_seconds) == (12.0, 12.0, 0.0)
+    assert simulation.peak_bytes == 40  # x0, x1, y2 and either x2 or y1
+    assert simulation.host_peak_bytes == 0
+    assert [str(event.label) for event in simulation.events] == ["F1", "F2", "L", "B2", "B1"]
 
 
 _BROKEN = {
@@ -95,8 +95,8 @@ def test_copies_overlap_with_computation_and_are_waited_for() -> None:
         prefetch_op("x0"),
         *_PLAIN[4:],
     )
-    found = simulate(_CHAIN, _schedule(*operations), link=_SLOW)
-    assert found.events == (
+    simulation = simulate(_CHAIN, _schedule(*operations), link=_SLOW)
+    assert simulation.events == (
         _event("down", ">x0", 0.0, 5.0),
         _event("compute", "F1", 0.0, 2.0),
         _event("compute", "F2", 2.0, 4.0),
@@ -105,8 +105,8 @@ def test_copies_overlap_with_computation_and_are_waited_for() -> None:
         _event("compute", "B2", 5.0, 9.0),
         _event("compute", "B1", 9.0, 13.0),
     )
-    assert (found.seconds, found.idle_seconds, found.host_peak_bytes) == (13.0, 1.0, 10)
-    assert sum(event.end_seconds - event.start_seconds for event in found.events if event.stream == "down") == 5.0
+    assert (simulation.seconds, simulation.idle_seconds, simulation.host_peak_bytes) == (13.0, 1.0, 10)
+    assert sum(event.end_seconds - event.start_seconds for event in simulation.events if event.stream == "down") == 5.0
     late = (*operations[:6], backward_op(2), prefetch_op("x0"), *_PLAIN[5:])
     assert simulate(_CHAIN, _schedule(*late), link=_SLOW).seconds == 9.0 + 2.0 + 4.0
 
@@ -125,8 +125,8 @@ def test_bytes_do_not_depend_on_the_link() -> None:
     )
     schedule = _schedule(*operations, *free_op("x1"), backward_op(1))
     peaks = {
-        (found.peak_bytes, found.host_peak_bytes)
-        for found in (simulate(_CHAIN, schedule, link=HostLink(down_bytes_per_second=rate)) for rate in (0.1, 3.0, 1e12))
+        (simulation.peak_bytes, simulation.host_peak_bytes)
+        for simulation in (simulate(_CHAIN, schedule, link=HostLink(down_bytes_per_second=rate)) for rate in (0.1, 3.0, 1e12))
     }
     assert peaks == {(30, 10)}
     assert max(num_bytes for _, num_bytes in simulate(_CHAIN, schedule).memory) == 30
@@ -192,9 +192,9 @@ def test_a_streamed_cut_is_never_on_the_device() -> None:
     )
     schedule = replace(_schedule(*operations), streamed_cuts=(1,))
     link = HostLink(down_bytes_per_second=50, up_bytes_per_second=10)
-    found = simulate(chain, schedule, link=link)
-    assert found.peak_bytes == 1 + 1 + 4 and found.host_peak_bytes == 200
-    assert [event.end_seconds - event.start_seconds for event in found.events if event.stream == "compute"] == [3, 10, 0, 10, 10]
+    simulation = simulate(chain, schedule, link=link)
+    assert simulation.peak_bytes == 1 + 1 + 4 and simulation.host_peak_bytes == 200
+    assert [event.end_seconds - event.start_seconds for event in simulation.events if event.stream == "compute"] == [3, 10, 0, 10, 10]
     with pytest.raises(InputError, match="complete"):
         simulate(replace(chain, alternatives=(tiles[0], replace(tiles[1], streamable=False))), schedule)
     with pytest.raises(InputError, match="longer chain"):

@@ -106,10 +106,10 @@ def test_strips_on_the_host(host: dict[str, Any]) -> None:
     net: Any = sft.compile(make(), x, budget=least, output=host.get("output", "device"), options=sft.Options(**options, skip_repeats=True))
     placed = {name for segment in net.plan.segments for name in segment.streamed}
     assert bool(placed) == ("host_budget" in host)
-    expected, found = eager(x), net(x)
+    expected, output = eager(x), net(x)
     expected.backward(torch.ones_like(expected))
-    found.backward(torch.ones_like(found))
-    assert relative_error(found, expected) < 1e-10
+    output.backward(torch.ones_like(output))
+    assert relative_error(output, expected) < 1e-10
     largest = max(float(p.grad.abs().max()) for p in eager.parameters() if p.grad is not None)
     for ours, theirs in zip(net.parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None

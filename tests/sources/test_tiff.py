@@ -360,8 +360,8 @@ def test_threads_read_the_same_pixels(fast: TiffImage) -> None:
     expected = fast.read(0, 0, WIDTH_PX, HEIGHT_PX)
     places = [(37 * n % 1900, 91 * n % 2500) for n in range(24)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda place: fast.read(place[0], place[1], 301, 203), places))
-    assert all(np.array_equal(pixels, expected[y : y + 203, x : x + 301]) for (x, y), pixels in zip(places, found, strict=True))
+        regions = list(pool.map(lambda place: fast.read(place[0], place[1], 301, 203), places))
+    assert all(np.array_equal(pixels, expected[y : y + 203, x : x + 301]) for (x, y), pixels in zip(places, regions, strict=True))
     assert decode_threads() == []
 
 

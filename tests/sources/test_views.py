@@ -252,10 +252,10 @@ def test_a_file_cut_short_can_be_used_as_far_as_it_goes(tmp_path: Path) -> None:
     with pytest.raises(SkipSlideError, match="cut short"):
         open_image(path, on_error="skip")
     image: Any = open_image(path, on_error="fill")
-    found = image.read(0, 0, 264, 200)
+    read_pixels = image.read(0, 0, 264, 200)
     bad = {(tile.x, tile.y) for tile in image.bad_tiles}
     assert 0 < len(bad) < 20
     for top in range(0, 200, 64):
         for left in range(0, 264, 64):
             part = slice(top, top + 64), slice(left, left + 64)
-            assert np.array_equal(found[part], np.full_like(pixels[part], 255) if (left, top) in bad else pixels[part])
+            assert np.array_equal(read_pixels[part], np.full_like(pixels[part], 255) if (left, top) in bad else pixels[part])

@@ -43,8 +43,8 @@ def mask_of(pixels: Any, factor: int = 16) -> TissueMask:
 
 
 def blobs(rows: int, columns: int, seed: int, density: float = 0.5) -> Bool:
-    found: Bool = np.random.default_rng(seed).random((rows, columns)) < density
-    return found
+    mask: Bool = np.random.default_rng(seed).random((rows, columns)) < density
+    return mask
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -101,11 +101,11 @@ def test_specks_go_and_holes_are_filled() -> None:
     pixels[20:24, 20:24] = 255  # a hole of 16 px
     pixels[30:45, 30:45] = 255  # one of 225 px
     pixels[70:73, 90:93] = (200, 60, 120)  # a speck of 9 px
-    found = find_tissue(ArrayImage(pixels), downsample=1, min_object_px=10, max_hole_px=20, closing_px=0).pixels
+    tissue = find_tissue(ArrayImage(pixels), downsample=1, min_object_px=10, max_hole_px=20, closing_px=0).pixels
     expected = np.zeros((80, 100), bool)
     expected[10:50, 10:60] = True
     expected[30:45, 30:45] = False
-    assert np.array_equal(found, expected)
+    assert np.array_equal(tissue, expected)
     everything = find_tissue(ArrayImage(pixels), downsample=1, min_object_px=9, max_hole_px=15, closing_px=0).pixels
     assert everything[71, 91] and not everything[22, 22]
 

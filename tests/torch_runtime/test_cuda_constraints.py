@@ -45,19 +45,19 @@ def _calls(model: nn.Module, name: str, **options: Any) -> list[tuple[Any, ...]]
     """The arguments of all calls of an operator in the programs of a step."""
     net: Any = sft.compile(model, _SHAPE, options=sft.Options(**options))
     net(torch.randn(_SHAPE, dtype=torch.float64)).sum().backward()
-    found = []
+    calls = []
     for segment in next(iter(net._sft_engine.plan_cache.prepared.values())).region.segments:
         for program in segment.lowered_programs:
-            found += [each.arguments for each in program.instructions if name in str(each.function)]
-    return found
+            calls += [each.arguments for each in program.instructions if name in str(each.function)]
+    return calls
 
 
 def test_statistics_that_were_not_saved_are_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's derivative of a norm with running statistics asserts that these are tensors; the CPU takes None for them."""
     monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", 0)
-    found = _calls(seeded(_Network).eval(), "native_batch_norm_backward", tile=(8, None))
-    assert found
-    for arguments in found:
+    calls = _calls(seeded(_Network).eval(), "native_batch_norm_backward", tile=(8, None))
+    assert calls
+    for arguments in calls:
         assert all(arguments[place].shape == (0,) for place in (5, 6))
 
 
@@ -133,8 +133,8 @@ class _Steps(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x.flatten(1, 2).transpose(1, 2))[0]
-        return found
+        output: torch.Tensor = self.layer(x.flatten(1, 2).transpose(1, 2))[0]
+        return output
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
@@ -257,7 +257,7 @@ def test_kernels_for_older_gpus_are_a_warning(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sft.backends.resolve.has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
     for capability, count in (((7, 5), 1), ((8, 0), 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, version=capability: version)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check_triton(torch.device("cuda"))

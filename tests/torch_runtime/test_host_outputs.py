@@ -36,10 +36,10 @@ def poisoned_hosts() -> Iterator[None]:
     """Poison the output, so that an element that no strip writes cannot be right by chance."""
 
     def make(*arguments: Any, is_dry: bool, **keywords: Any) -> HostOutput:
-        found = allocate_host_output(*arguments, is_dry=is_dry, **keywords)
-        if found.tensor.is_floating_point() and not is_dry:
-            found.tensor.fill_(float("nan"))
-        return found
+        output = allocate_host_output(*arguments, is_dry=is_dry, **keywords)
+        if output.tensor.is_floating_point() and not is_dry:
+            output.tensor.fill_(float("nan"))
+        return output
 
     with pytest.MonkeyPatch.context() as patches, remembered_captures():
         patches.setattr("sft.api.outputs.allocate_host_output", make)
@@ -118,15 +118,15 @@ def check(model: nn.Module, x: Tensor, **keywords: Any) -> Any:
         with poisoned():
             ours = net(x_ours)
         assert pytree.tree_structure(ours) == pytree.tree_structure(tree)
-        expected, found = pytree.tree_leaves(tree), pytree.tree_leaves(ours)
-        assert all(y.device.type == "cpu" for y in found)
-        assert [y.requires_grad for y in found] == [y.requires_grad for y in expected]
-        assert all(a.is_contiguous() for a, b in zip(found, expected, strict=True) if b.is_contiguous())
-        assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+        expected, results = pytree.tree_leaves(tree), pytree.tree_leaves(ours)
+        assert all(y.device.type == "cpu" for y in results)
+        assert [y.requires_grad for y in results] == [y.requires_grad for y in expected]
+        assert all(a.is_contiguous() for a, b in zip(results, expected, strict=True) if b.is_contiguous())
+        assert max(relative_error(a, b) for a, b in zip(results, expected, strict=True)) <= TOLERANCE
         gradients = directions(expected, step)
         backward(expected, gradients)
         with poisoned():
-            backward(found, gradients)
+            backward(results, gradients)
         errors = gradient_errors({n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in eager.named_parameters()})
         assert max(errors.values(), default=0.0) <= TOLERANCE, errors
         assert x_ours.grad is not None and x_eager.grad is not None
@@ -137,8 +137,8 @@ def check(model: nn.Module, x: Tensor, **keywords: Any) -> Any:
             module.zero_grad(set_to_none=True)
     check_budget(net, x, gradients)
     with torch.no_grad():
-        expected, found = pytree.tree_leaves(eager(x)), pytree.tree_leaves(net(x))
-        assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+        expected, results = pytree.tree_leaves(eager(x)), pytree.tree_leaves(net(x))
+        assert max(relative_error(a, b) for a, b in zip(results, expected, strict=True)) <= TOLERANCE
     return net
 
 
@@ -253,12 +253,12 @@ def test_on_a_cuda_device(tile: tuple[int, int | None]) -> None:
     model, x = seeded(Returned).cuda(), image(2, 3, 12, 10).cuda()
     net = sft.compile(copy.deepcopy(model), tuple(x.shape), output="host", options=sft.Options(tile=tile))
     x_eager, x_ours = (x.clone().requires_grad_() for _ in range(2))
-    expected, found = model(x_eager), net(x_ours)
-    assert all(y.device.type == "cpu" for y in found)
-    assert max(relative_error(a, b.cpu()) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
-    gradients = directions(found)
+    expected, outputs = model(x_eager), net(x_ours)
+    assert all(y.device.type == "cpu" for y in outputs)
+    assert max(relative_error(a, b.cpu()) for a, b in zip(outputs, expected, strict=True)) <= TOLERANCE
+    gradients = directions(outputs)
     backward(list(expected), [gradient.cuda() for gradient in gradients])
-    backward(list(found), gradients)
+    backward(list(outputs), gradients)
     errors = gradient_errors({n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
     assert max(errors.values()) <= TOLERANCE
     assert x_ours.grad is not None and x_eager.grad is not None and relative_error(x_ours.grad, x_eager.grad) <= TOLERANCE

@@ -34,8 +34,8 @@ class _Block(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.body(x))
-        return found
+        output: torch.Tensor = self.head(self.body(x))
+        return output
 
 
 def _measure(model: nn.Module, **options: Any) -> sft.Plan:
@@ -83,8 +83,8 @@ def test_concurrent_writers_lose_no_times(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    found = TimingCache(path)
-    assert all(found.get(f"{number} {index}") == number + index / 64 for number in range(8) for index in range(50))
+    cache = TimingCache(path)
+    assert all(cache.get(f"{number} {index}") == number + index / 64 for number in range(8) for index in range(50))
 
 
 def test_damaged_lines_are_measured_again(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_damaged_lines_are_measured_again(tmp_path: Path) -> None:
     lines[entries[0]] = lines[entries[0]].replace(b"0.125", b"0.225")  # the checksum is that of another number
     lines[entries[1]] = bytes([0xFF, 0, 0xFE]) + lines[entries[1]]
     path.write_bytes(b"".join(lines)[:-7])  # the last one is torn
-    found = TimingCache(path)
-    assert [found.get(key) for key in "abcd"] == [None, None, 0.125, None]
-    found.add("d", 0.5)
+    cache = TimingCache(path)
+    assert [cache.get(key) for key in "abcd"] == [None, None, 0.125, None]
+    cache.add("d", 0.5)
     assert [TimingCache(path).get(key) for key in "acd"] == [None, 0.125, 0.5]
 
 

@@ -63,16 +63,16 @@ def _choices(plan: sft.Plan) -> list[Any]:
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[PlanningProblem]:
     """Problems of the planner, in order."""
-    found: list[PlanningProblem] = []
+    planned: list[PlanningProblem] = []
     engine = import_module("sft.api.plan_search")
     plan_segments = engine.plan_segments
 
     def noting(problem: PlanningProblem, *arguments: Any) -> Any:
-        found.append(problem)
+        planned.append(problem)
         return plan_segments(problem, *arguments)
 
     monkeypatch.setattr(engine, "plan_segments", noting)
-    return found
+    return planned
 
 
 def _compare(net: Any, eager: Any, x: Tensor, *, seed: int = 0) -> None:
@@ -355,8 +355,8 @@ class Signal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.stem(x)
         y = torch.relu(self.body(y) + self.pool(y))
-        found: Tensor = self.last(self.up(self.down(y)))
-        return found.mean(2)
+        output: Tensor = self.last(self.up(self.down(y)))
+        return output.mean(2)
 
 
 @pytest.mark.parametrize("folder", [False, True])

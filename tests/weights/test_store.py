@@ -80,10 +80,10 @@ def test_generations_are_copied_aborted_and_committed(kind: str, layouts: list[R
     half = layouts[0].part_bytes("state")
     store.write(0, torch.zeros(half, dtype=torch.uint8), "state")
     store.commit({"note": "one"})
-    found = _contents(store)
+    contents = _contents(store)
     assert torch.equal(store.record(2), new)
-    assert found[1] == first[1]
-    assert found[0] == {**first[0], "weight:momentum": [0.0] * 15}
+    assert contents[1] == first[1]
+    assert contents[0] == {**first[0], "weight:momentum": [0.0] * 15}
     assert (store.generation, store.metadata) == (1, {"note": "one"})
     store.close()
 
@@ -114,11 +114,11 @@ def test_the_order_of_calls_is_checked(kind: str, tmp_path: Path) -> None:
 
 def test_any_reader_of_safetensors_reads_the_file(tmp_path: Path) -> None:
     store = DiskStore.create(tmp_path / "w", _DIFFERENT, _fill)
-    found = load_file(tmp_path / "w")
+    tensors = load_file(tmp_path / "w")
     for block, layout in enumerate(store.layouts):
         for field in layout.fields:
             name = f"{block}._state.{field.spec.name}" if field.spec.is_state else f"{block}.{field.spec.name}"
-            assert torch.equal(found[name], layout.views(store.record(block))[field.spec.name])
+            assert torch.equal(tensors[name], layout.views(store.record(block))[field.spec.name])
 
 
 def test_a_file_is_opened_again(tmp_path: Path) -> None:

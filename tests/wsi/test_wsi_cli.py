@@ -183,7 +183,7 @@ def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) ->
 
     experiment = load_experiment(read_config(trained / "run" / "config.yaml"), trust="tests")
     record, factor = experiment.records("val")[0], 16
-    found = HeatmapMaker(experiment, tmp_path).saliency(record, 1, factor)
+    saliency = HeatmapMaker(experiment, tmp_path).saliency(record, 1, factor)
     set_training(experiment.model, training=False, freeze_norms=True)
     source = experiment.feed.source(record)
     pixels = torch.empty(source.shape)
@@ -195,7 +195,7 @@ def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) ->
     squares = pixels.grad[0].double().square().sum(0)
     height, width = (extent // factor * factor for extent in squares.shape)
     expected = squares[:height, :width].unflatten(0, (-1, factor)).unflatten(2, (-1, factor)).mean((1, 3)).sqrt()
-    assert torch.allclose(torch.from_numpy(found).double()[: height // factor, : width // factor], expected, rtol=1e-4)
+    assert torch.allclose(torch.from_numpy(saliency).double()[: height // factor, : width // factor], expected, rtol=1e-4)
     assert all(parameter.requires_grad for parameter in experiment.model.parameters())
 
 
@@ -428,26 +428,26 @@ def test_a_computed_tissue_mask_is_drawn_and_accepted_as_a_mask(tmp_path: Path, 
     (tmp_path / "none.svs").write_bytes(b"no slide")
     slide = _ROOT / "examples" / "data" / "CMU-1-Small-Region.svs"
     assert main(["tissue", str(slide), str(tmp_path / "none.svs"), "--out", str(tmp_path / "out"), "--json"]) == 3
-    (found, failed), _ = _said(capsys)
-    assert "none.svs" in failed["error"] and 0.3 < found["share"] < 0.42 and found["box_px"]["h"] > 2500
-    with Image.open(found["files"][2]) as picture:
+    (record, failed), _ = _said(capsys)
+    assert "none.svs" in failed["error"] and 0.3 < record["share"] < 0.42 and record["box_px"]["h"] > 2500
+    with Image.open(record["files"][2]) as picture:
         drawn = np.asarray(picture)
     assert drawn.shape == (1484, 1110, 3) and drawn[:200, :200].min() >= 128  # glass, paler; dust on it, too
     assert 1000 < (drawn == (20, 150, 40)).all(2).sum() < 0.05 * 1484 * 1110  # lines
     whole = open_image(slide)
-    mask, polygons = (read_area(Path(name), whole) for name in found["files"][:2])
-    assert isinstance(mask, TissueMask) and mask.share == found["share"] and not list((tmp_path / "out").glob(".*"))
+    mask, polygons = (read_area(Path(name), whole) for name in record["files"][:2])
+    assert isinstance(mask, TissueMask) and mask.share == record["share"] and not list((tmp_path / "out").glob(".*"))
     # The outline follows the borders of the mask's px, each of which covers several of the slide's: both agree on all of them.
     assert np.array_equal(mask.region(700, 900, 300, 200), polygons.region(700, 900, 300, 200))
     assert main(["tissue", str(slide), "--out", str(tmp_path / "out"), "--mpp", "0"]) == 1
     # An edited mask is kept, unless its replacement is requested.
-    Path(found["files"][0]).write_bytes(b"mended")
+    Path(record["files"][0]).write_bytes(b"mended")
     again = ["tissue", str(slide), "--out", str(tmp_path / "out"), "--json"]
     assert main(again) == 3
     assert "may have been edited: name another --out, or give --overwrite" in _said(capsys)[0][0]["error"]
-    assert Path(found["files"][0]).read_bytes() == b"mended"
+    assert Path(record["files"][0]).read_bytes() == b"mended"
     assert main([*again, "--overwrite"]) == 0
-    assert _said(capsys)[0][0]["share"] == found["share"]
+    assert _said(capsys)[0][0]["share"] == record["share"]
 
 
 def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

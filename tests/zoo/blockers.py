@@ -60,7 +60,7 @@ def blockers(outcomes: Sequence[Outcome]) -> list[Blocker]:
         for outcome in outcomes
         if outcome.kind == "refused"
     }
-    found: list[Blocker] = []
+    entries: list[Blocker] = []
     removed: set[str] = set()
     reasons = sorted({reason for reasons in open_reasons.values() for reason in reasons})
     while len(removed) < len(reasons):
@@ -71,7 +71,7 @@ def blockers(outcomes: Sequence[Outcome]) -> list[Blocker]:
 
         best = max((reason for reason in reasons if reason not in removed), key=gain)
         removed.add(best)
-        found.append(
+        entries.append(
             Blocker(
                 reason=best,
                 models=tuple(label for label, blocking in open_reasons.items() if best in blocking),
@@ -79,4 +79,4 @@ def blockers(outcomes: Sequence[Outcome]) -> list[Blocker]:
                 num_unblocked=sum(blocking <= removed for blocking in open_reasons.values()),
             )
         )
-    return found
+    return entries

@@ -151,8 +151,8 @@ def _tables(outcomes: Sequence[Outcome]) -> list[Table]:
             title="What refuses",
             headers=("reason", "models", "alone", "unblocked so far", "which"),
             rows=[
-                [found.reason, str(len(found.models)), str(found.num_alone), str(found.num_unblocked), ", ".join(found.models)]
-                for found in blockers(outcomes)
+                [blocker.reason, str(len(blocker.models)), str(blocker.num_alone), str(blocker.num_unblocked), ", ".join(blocker.models)]
+                for blocker in blockers(outcomes)
             ],
         ),
         Table(title="Where strips end", headers=("operator", "models", "which"), rows=_ends(outcomes)),

@@ -157,10 +157,10 @@ def _spans(geometry: VolumeGeometry, side: str) -> list[Span]:
 def _forward(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
     geometry, parts = _geometry(layer, part), problem.parts
     x = _filled(parts["x"], _spans(geometry, "input"), dtype)
-    found = {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
+    arguments = {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
     if layer.fused:
-        found |= {"scale": parts["scale"].to(dtype), "residual": _filled(parts["residual"], _spans(geometry, "output"), dtype)}
-    return found
+        arguments |= {"scale": parts["scale"].to(dtype), "residual": _filled(parts["residual"], _spans(geometry, "output"), dtype)}
+    return arguments
 
 
 def _adjoint(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def test_interpreted_maxima(tmp_path: Path) -> None:
             arguments |= {"out": empty_buffer(2, _CHANNELS[1], size, dtype), "taps": empty_buffer(2, 2, size, torch.uint8)}
             jobs.append(_job("launch_conv2d", arguments, ["out", "taps"]))
     results = interpret(jobs, tmp_path)
-    for (maxima, taps), (ours, found) in zip(results[: len(_POOLED)], results[len(_POOLED) :], strict=True):
-        assert bool(torch.equal(ours.nan_to_num(-1.0), maxima.nan_to_num(-1.0))) and torch.equal(found, taps)
+    for (maxima, taps), (ours, our_taps) in zip(results[: len(_POOLED)], results[len(_POOLED) :], strict=True):
+        assert bool(torch.equal(ours.nan_to_num(-1.0), maxima.nan_to_num(-1.0))) and torch.equal(our_taps, taps)
     assert bool(results[0][0].isnan().any()) and not bool(results[0][0].isnan().all())
 
 

@@ -138,8 +138,8 @@ def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
     for kind, settings, dtype, two_phase, other in cases:
         for backends in (["triton", "aten", "triton"], [other] * 3):
             jobs.append({"run": "train", "kind": kind, "settings": settings, "backends": backends, "dtype": dtype, "two_phase": two_phase})
-    found = interpret(jobs, tmp_path)
-    for case, (ours, counts), (expected, none) in zip(cases, found[::2], found[1::2], strict=True):
+    results = interpret(jobs, tmp_path)
+    for case, (ours, counts), (expected, none) in zip(cases, results[::2], results[1::2], strict=True):
         if os.environ.get("SFT_KERNELS_ON_GPU") == "1":
             torch.testing.assert_close(ours, expected)
         else:

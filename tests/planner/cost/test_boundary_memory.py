@@ -35,8 +35,8 @@ def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     survey = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"), num_panels, streams=streams)
     order = problem.sized.operators
     places = survey.axes.cut_at
-    found = BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=streams).advance(places)
-    for position, (crossed, behind, place) in enumerate(zip(found, untiled_memory(problem, places), places, strict=True)):
+    crossings = BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=streams).advance(places)
+    for position, (crossed, behind, place) in enumerate(zip(crossings, untiled_memory(problem, places), places, strict=True)):
         own = [_of_segments(survey, position, height) for height in range(len(survey.axes.strip_rows))]
         np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
         np.testing.assert_allclose(crossed.strip_bytes.T, [strips for _, strips, _ in own], rtol=1e-12)

@@ -50,11 +50,11 @@ def test_the_planner_counts_bytes_read(options: Options, restores: bool, monkeyp
     net(source).sum().backward()
     counted = input_pass_bytes(*noted[-1])
     forward, backward = (sum(each[number] for each in counted) for number in (0, 1))
-    found = net.last_reading
-    assert found is not None and found.forward.read_bytes >= 48 * 40 * 3 * 4
-    assert found.forward.read_bytes == pytest.approx(forward, rel=0.02)
+    reading = net.last_reading
+    assert reading is not None and reading.forward.read_bytes >= 48 * 40 * 3 * 4
+    assert reading.forward.read_bytes == pytest.approx(forward, rel=0.02)
     # Where a sweep restores states, rows of two strips are read for each.
-    assert found.backward.read_bytes == pytest.approx(backward, rel=0.02 if forward == backward else 0.3)
+    assert reading.backward.read_bytes == pytest.approx(backward, rel=0.02 if forward == backward else 0.3)
     assert forward != backward or not restores
 
 

@@ -40,8 +40,8 @@ def test_any_suffix_of_any_network(dag: Dag, training: bool, data: st.DataObject
     order = problem.sized.operators
     cuts = data.draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=6))
     listed = [instruction for program in plain_programs(problem) for instruction in program.instructions]
-    found = suffix_peaks(listed, {name: place for place, name in enumerate(order)}, cuts)
-    np.testing.assert_array_equal(found, [_peak(listed, frozenset(order[cut:])) for cut in cuts])
+    peaks = suffix_peaks(listed, {name: place for place, name in enumerate(order)}, cuts)
+    np.testing.assert_array_equal(peaks, [_peak(listed, frozenset(order[cut:])) for cut in cuts])
 
 
 def test_an_empty_program_has_no_bytes() -> None:

@@ -359,7 +359,7 @@ def test_a_device_filled_by_other_processes(gpu: None, monkeypatch: pytest.Monke
 def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     for capability, num_bytes in (((8, 6), 8 * 2**20 + 128 * 2**10), ((9, 0), 32 * 2**20)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, version=capability: version)
         assert blas_workspace_bytes(device) == num_bytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert blas_workspace_bytes(device) == (2 * 4096 + 8 * 16) * 2**10

@@ -91,13 +91,13 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     problem, region = _planned(monkeypatch, tile=(8, None))
     ticks = iter(range(10**9))
     monkeypatch.setattr("sft.planner.measured.step_timer.time.perf_counter", lambda: float(next(ticks)))
-    found = sum(time_step(problem, region, torch.device("cpu")))
+    seconds = sum(time_step(problem, region, torch.device("cpu")))
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
     # Each run of a program takes one tick of this clock, and so do the sweep of each move and zeros; new pages take no longer than old
     # ones.
-    num_zeros = found - len(counting.programs) - len(region.schedule)
+    num_zeros = seconds - len(counting.programs) - len(region.schedule)
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
 
 

@@ -60,12 +60,12 @@ def _copied(plan: sft.Plan) -> set[str]:
 def test_a_tiled_head_with_offloaded_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(_MODELS["plain"])
     plans = [sft.plan(model, _SHAPE, budget=_budget("plain", share), options=_HOST) for share in (0.02, 0.1, 0.2, 0.35)]
-    found = [plan for plan in plans if plan.segments[0].mode == "tiled" and plan.host_bytes]
-    assert found
-    assert any("0+" in _copied(plan) for plan in found)  # the states of the head's strips
-    assert any(name in plan.segments[0].nodes for plan in found for name in _copied(plan))  # the outputs of the head
-    assert any(name in segment.nodes for plan in found for name in _copied(plan) for segment in plan.segments[1:])
-    plan = next(plan for plan in found if "0+" in _copied(plan))
+    offloading = [plan for plan in plans if plan.segments[0].mode == "tiled" and plan.host_bytes]
+    assert offloading
+    assert any("0+" in _copied(plan) for plan in offloading)  # the states of the head's strips
+    assert any(name in plan.segments[0].nodes for plan in offloading for name in _copied(plan))  # the outputs of the head
+    assert any(name in segment.nodes for plan in offloading for name in _copied(plan) for segment in plan.segments[1:])
+    plan = next(plan for plan in offloading if "0+" in _copied(plan))
     assert sft.Plan.from_json(plan.to_json()) == plan
     report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, options=_HOST, input_grad=False)
     assert report.plan.order == plan.order
@@ -134,18 +134,18 @@ def test_any_budget_is_exact(name: str, share: float, link: float) -> None:
 def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: heads with stages that need several times the room were projected once each, which took most of the planning time."""
     behind = import_module("sft.planner.search.staged")
-    found: list[int] = []
+    peaks: list[int] = []
 
     def noted(*arguments: Any) -> Any:
         planned = materialize(*arguments)
-        found.append(planned.projection.peak_bytes)
+        peaks.append(planned.projection.peak_bytes)
         return planned
 
     monkeypatch.setattr(behind, "materialize", noted)
     with torch.device("meta"):
         model = vgg16(10)
     sft.plan(model, (1, 3, 16_384, 20_480), budget="11GiB")
-    assert found and max(found) < 1.5 * 11 * 2**30
+    assert peaks and max(peaks) < 1.5 * 11 * 2**30
 
 
 def test_no_solver_runs_on_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,18 +81,18 @@ def test_masks_of_the_table_paint_and_crop(slide: tuple[SlideRecord, Pixels], tm
 
 
 def test_tissue_is_detected_once_and_cropped_at_any_resolution(tmp_path: Path) -> None:
-    record, found = _record(SLIDE), find_tissue(open_image(SLIDE))
-    box = found.bounding_box()
+    record, tissue = _record(SLIDE), find_tissue(open_image(SLIDE))
+    box = tissue.bounding_box()
     assert box is not None
     feed = _feed(tmp_path, tissue="mask")
     image = feed.image(record)
     assert (image.width_px, image.height_px) == (box.w, box.h)
     part = image.read(400, 300, 200, 100)
-    inside = found.region(box.x + 400, box.y + 300, 200, 100)
+    inside = tissue.region(box.x + 400, box.y + 300, 200, 100)
     assert np.array_equal(part, np.where(inside[..., None], open_image(SLIDE).read(box.x + 400, box.y + 300, 200, 100), np.uint8(255)))
     packed = feed._masks[record.name]
     assert (
-        isinstance(packed, PackedMask) and np.array_equal(packed.mask().pixels, found.pixels) and len(packed.data) < found.pixels.size / 8
+        isinstance(packed, PackedMask) and np.array_equal(packed.mask().pixels, tissue.pixels) and len(packed.data) < tissue.pixels.size / 8
     )
     assert feed.image(record).height_px == box.h and list(feed._masks) == [record.name]
     small = _feed(tmp_path, tissue="crop", mpp=2.0).image(record)

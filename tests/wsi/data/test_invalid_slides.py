@@ -83,8 +83,8 @@ def test_labels_are_no_paths_and_no_formulas(tmp_path: Path, capsys: pytest.Capt
     drawn = sorted(path.name for path in made if path.is_relative_to(run / "heatmaps" / "s2") and path.is_file())
     drawn.remove("heatmap.json")
     assert len(drawn) == 2 * 6 and all(any(name.startswith(start) for start in names) for name in drawn), drawn
-    found = np.load(run / "heatmaps" / "s2" / "saliency-_foo_.npy")
-    assert found.ndim == 2 and found.max() > 0
+    saliency = np.load(run / "heatmaps" / "s2" / "saliency-_foo_.npy")
+    assert saliency.ndim == 2 and saliency.max() > 0
     assert (run / "val" / "confusion.png").exists() and (run / "summary.md").exists()
 
 

@@ -314,14 +314,14 @@ def test_folds_share_no_patient_are_stratified_and_cover_every_slide_once() -> N
     table, tested = _made(30, 3), []
     for fold in range(5):
         config = DataConfig(csv=Path("t.csv"), num_folds=5, fold=fold)
-        found = assign_splits(table, config, "classification", seed=1)
-        assert found == assign_splits(table, config, "classification", seed=1)
-        patients = {split: {r.patient for r in found.records if r.split == split} for split in ("train", "val", "test")}
+        assigned = assign_splits(table, config, "classification", seed=1)
+        assert assigned == assign_splits(table, config, "classification", seed=1)
+        patients = {split: {r.patient for r in assigned.records if r.split == split} for split in ("train", "val", "test")}
         assert not (patients["train"] & patients["val"] or patients["train"] & patients["test"] or patients["val"] & patients["test"])
         assert {split: len(names) for split, names in patients.items()} == {"train": 18, "val": 6, "test": 6}
-        positive = {r.patient for r in found.records if r.split == "test" and r.target == (1.0,)}
+        positive = {r.patient for r in assigned.records if r.split == "test" and r.target == (1.0,)}
         assert len(positive) == 2
-        tested += [r.name for r in found.records if r.split == "test"]
+        tested += [r.name for r in assigned.records if r.split == "test"]
     assert sorted(tested) == sorted(record.name for record in table.records)
 
 
@@ -337,8 +337,8 @@ def test_a_class_that_no_slide_has_is_refused() -> None:
 
 def test_shares_of_the_patients_and_too_few_of_them() -> None:
     config = DataConfig(csv=Path("t.csv"), val_fraction=0.25, test_fraction=0.2)
-    found = assign_splits(_made(20, 2), config, "classification", seed=0)
-    sizes = {split: len({r.patient for r in found.records if r.split == split}) for split in ("train", "val", "test")}
+    assigned = assign_splits(_made(20, 2), config, "classification", seed=0)
+    sizes = {split: len({r.patient for r in assigned.records if r.split == split}) for split in ("train", "val", "test")}
     assert sizes == {"train": 11, "val": 5, "test": 4}
     with pytest.raises(DatasetError, match="2 patients, 1 for test and 1 for val: none is left to train on"):
         assign_splits(_made(2, 2), config, "classification", seed=0)
@@ -351,16 +351,16 @@ def test_shares_of_the_patients_and_too_few_of_them() -> None:
 def test_shares_hold_in_all_and_in_each_class(share: float, num_patients: int) -> None:
     table = _made(num_patients, 3)
     config = DataConfig(csv=Path("t.csv"), val_fraction=share)
-    found = assign_splits(table, config, "classification", seed=4)
-    patients = {split: {r.patient for r in found.records if r.split == split} for split in ("train", "val")}
+    assigned = assign_splits(table, config, "classification", seed=4)
+    patients = {split: {r.patient for r in assigned.records if r.split == split} for split in ("train", "val")}
     assert not patients["train"] & patients["val"] and len(patients["val"]) == round(share * num_patients)
     for target in ((0.0,), (1.0,)):
         of_class = {r.patient for r in table.records if r.target == target}
         assert abs(len(patients["val"] & of_class) - share * len(of_class)) < 1
     turned = assign_splits(SlideTable(records=table.records[::-1], classes=table.classes), config, "classification", seed=4)
-    assert {r.name: r.split for r in turned.records} == {r.name: r.split for r in found.records}
+    assert {r.name: r.split for r in turned.records} == {r.name: r.split for r in assigned.records}
     other = assign_splits(table, config, "classification", seed=5)
-    assert other != found
+    assert other != assigned
 
 
 def test_the_only_patient_of_a_class_is_trained_on() -> None:
@@ -368,8 +368,8 @@ def test_the_only_patient_of_a_class_is_trained_on() -> None:
     records = tuple(replace(record, target=(float(number == 3),)) for number, record in enumerate(table.records))
     for seed in range(5):
         config = DataConfig(csv=Path("t.csv"), val_fraction=0.4, test_fraction=0.2)
-        found = assign_splits(SlideTable(records=records, classes=table.classes), config, "classification", seed=seed)
-        assert found.records[3].split == "train"
+        assigned = assign_splits(SlideTable(records=records, classes=table.classes), config, "classification", seed=seed)
+        assert assigned.records[3].split == "train"
 
 
 def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:

@@ -71,12 +71,12 @@ def test_recolouring_is_its_colour_map() -> None:
     pixels = _crop(40, 40)
     density = hed_shift((0.1, -0.2, 0.05), (0.02, 0.0, -0.01))
     intensity = ColourAffine.of(np.eye(3) * 1.1, (-0.05, 0.0, 0.02))
-    found = _whole(Recoloured(_Array(pixels), density=density, intensity=intensity)).astype(np.float64)
+    recoloured = _whole(Recoloured(_Array(pixels), density=density, intensity=intensity)).astype(np.float64)
     densities = -np.log((pixels.astype(np.float64) + 1) / 256) @ np.array(density.matrix).T + density.offset
     shares = np.clip(256 * np.exp(-densities) - 1, 0, 255) / 255
     expected = np.clip((shares @ np.array(intensity.matrix).T + intensity.offset) * 255, 0, 255)
     # Half a step of the table is 0.06 grey levels; then a rounding, which is scaled by 1.1, and another.
-    assert np.abs(found - expected).max() <= (0.0625 + 0.5) * 1.1 + 0.5
+    assert np.abs(recoloured - expected).max() <= (0.0625 + 0.5) * 1.1 + 0.5
     assert np.array_equal(_whole(Recoloured(_Array(pixels))), pixels)
 
 

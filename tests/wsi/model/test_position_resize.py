@@ -95,15 +95,15 @@ def test_scores_are_linear_between_centres(kind: str, size: tuple[int, int]) -> 
     model = _model(kind)
     image = torch.rand(1, 3, *size, dtype=torch.float64)
     with torch.no_grad():
-        scores, found = model.backbone(image), model(image)
+        scores, resized = model.backbone(image), model(image)
     for axis, grid in enumerate(sft.position_grids(model.backbone, image)[0] or ()):
         places = (torch.arange(size[axis], dtype=torch.float64) + 0.5 - float(grid.first_centre_px)) / float(grid.stride_px)
         places = places.clamp(0, scores.shape[2 + axis] - 1)
         low = places.floor().long().clamp(max=scores.shape[2 + axis] - 2)
         share = (places - low).reshape(-1, 1) if axis == 0 else places - low
         scores = scores.index_select(2 + axis, low) * (1 - share) + scores.index_select(2 + axis, low + 1) * share
-    assert found.shape == scores.shape
-    assert (found - scores).abs().max() < (0.1 if kind == "even kernels" else 1e-12)
+    assert resized.shape == scores.shape
+    assert (resized - scores).abs().max() < (0.1 if kind == "even kernels" else 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["padded", "unpadded", "even kernels", "skip"])

@@ -202,9 +202,9 @@ def test_heads_stream_exactly(head: Any) -> None:
     inputs = [x, *model.parameters()]
     weights = torch.randn_like(plain)
     pairs = zip(torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(streamed, inputs, weights), strict=True)
-    for expected, found in pairs:
+    for expected, ours in pairs:
         # A gradient that cancels to zero (of the attention's last bias) is rounding error on both sides.
-        assert (expected - found).norm() <= 1e-11 * expected.norm() + 1e-13
+        assert (expected - ours).norm() <= 1e-11 * expected.norm() + 1e-13
 
 
 def test_only_values_without_pixels_are_whole_in_heads() -> None:
@@ -244,8 +244,8 @@ def test_pixels_are_counted_exactly_in_any_precision(dtype: torch.dtype) -> None
     prediction[:, 1, :100] = 1
     labels = torch.zeros(1, 300, 301, dtype=torch.long)
     labels[:, :, :7] = 1
-    found = segmentation_counts(prediction, labels)
-    assert found.tolist() == [200 * 294, 200 * 301, 300 * 294, 100 * 7, 100 * 301, 300 * 7]
+    counts = segmentation_counts(prediction, labels)
+    assert counts.tolist() == [200 * 294, 200 * 301, 300 * 294, 100 * 7, 100 * 301, 300 * 7]
 
 
 def test_a_trained_model_is_built_as_it_was_without_downloading_weights() -> None:

@@ -143,7 +143,7 @@ def test_intervals_draw_patients_and_hold_the_estimate() -> None:
     # Four copies of the same slides are no more evidence if they are of the same patients.
     many = evaluate_predictions(task, _predictions(truth * 4, scores * 4, [str(n) for n in range(80)] * 4), num_draws=300)
     naive = evaluate_predictions(task, _predictions(truth * 4, scores * 4, [str(n) for n in range(320)]), num_draws=300)
-    widths = {name: found["auc"].high - found["auc"].low for name, found in (("alone", alone), ("many", many), ("naive", naive))}
+    widths = {name: metrics["auc"].high - metrics["auc"].low for name, metrics in (("alone", alone), ("many", many), ("naive", naive))}
     assert widths["many"] == pytest.approx(widths["alone"], rel=0.25) and widths["naive"] < 0.7 * widths["alone"]
     one_class = evaluate_predictions(task, _predictions([1] * 5, [0.5] * 5, list("abcde")), num_draws=20)
     assert math.isnan(one_class["auc"].value) and math.isnan(one_class["auc"].low)
@@ -179,18 +179,18 @@ def test_concordance_counts_comparable_pairs() -> None:
 def test_segmentation_and_multiclass_metrics() -> None:
     task = Task(kind="segmentation", classes=("a", "b"), num_outputs=2)
     one = Prediction(name="1", patient="1", split="test", target=(), output=(8.0, 10.0, 9.0, 1.0, 2.0, 3.0))
-    found = evaluate_predictions(task, [one], num_draws=0)
-    assert found["dice_a"].value == pytest.approx(16 / 19) and found["dice"].value == pytest.approx((16 / 19 + 2 / 5) / 2)
+    metrics = evaluate_predictions(task, [one], num_draws=0)
+    assert metrics["dice_a"].value == pytest.approx(16 / 19) and metrics["dice"].value == pytest.approx((16 / 19 + 2 / 5) / 2)
     task = Task(kind="classification", classes=("a", "b", "c"), num_outputs=3)
     outputs: list[Any] = [(0.8, 0.1, 0.1), (0.2, 0.5, 0.3), (0.3, 0.4, 0.3), (0.1, 0.2, 0.7)]
     rows = [
         Prediction(name=str(n), patient=str(n), split="test", target=(float(t),), output=o, loss=1.0)
         for n, (t, o) in enumerate(zip((0, 1, 2, 2), outputs, strict=True))
     ]
-    found = evaluate_predictions(task, rows, num_draws=0)
-    assert found["loss"].value == 1.0 and found["auc_a"].value == 1.0
-    assert found["auc_c"].value == pytest.approx((0.5 + 1 + 1 + 1) / 4)
-    assert found["balanced_accuracy"].value == pytest.approx((1 + 1 + 0.5) / 3)
+    metrics = evaluate_predictions(task, rows, num_draws=0)
+    assert metrics["loss"].value == 1.0 and metrics["auc_a"].value == 1.0
+    assert metrics["auc_c"].value == pytest.approx((0.5 + 1 + 1 + 1) / 4)
+    assert metrics["balanced_accuracy"].value == pytest.approx((1 + 1 + 0.5) / 3)
 
 
 def test_the_learning_rate_is_a_function_of_the_step() -> None:
@@ -217,5 +217,5 @@ def test_draws_without_a_class_give_no_warning() -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = evaluate_predictions(task, predictions, num_draws=200)
-    assert 0 <= found["balanced_accuracy"].value <= 1
+        metrics = evaluate_predictions(task, predictions, num_draws=200)
+    assert 0 <= metrics["balanced_accuracy"].value <= 1

@@ -58,14 +58,14 @@ def _command(rank: int, arguments: list[str], death: Death | None = None, dies: 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(1, tmp_path_factory.mktemp("alone")) as found:
-        yield found
+    with ranks_of(1, tmp_path_factory.mktemp("alone")) as rank_pool:
+        yield rank_pool
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(2, tmp_path_factory.mktemp("pair")) as found:
-        yield found
+    with ranks_of(2, tmp_path_factory.mktemp("pair")) as rank_pool:
+        yield rank_pool
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def measure_speed(case: SpeedCase) -> dict[str, list[Speed]]:
     """
     one, many, theirs = TiffImage(case.path, num_threads=1), TiffImage(case.path, num_threads=case.threads), Slide(case.path)
     half = Resampled(AtLevel(TiffImage(case.path, num_threads=1), 0), Fraction(2), Fraction(2))
-    kept = Cached(TiffImage(case.path, num_threads=1), host_budget_bytes=PIECE_ROWS * one.width_px * 3)
+    decoded = Cached(TiffImage(case.path, num_threads=1), host_budget_bytes=PIECE_ROWS * one.width_px * 3)
     places = [round * PIECE_ROWS % (one.height_px - PIECE_ROWS) // TILE_PX * TILE_PX for round in range(case.num_rounds + 1)]
     _check_same(one, theirs)
     readers: dict[str, Callable[[int], int]] = {
@@ -106,7 +106,7 @@ def measure_speed(case: SpeedCase) -> dict[str, list[Speed]]:
         "OpenSlide": lambda top: _read_rows(theirs, top, PIECE_ROWS),
         # Compressed bytes, as for the other readers.
         "tiles, 1 thread, reduced by 2": lambda top: 4 * _read_rows(half, top // 2, PIECE_ROWS // 2),
-        "kept decoded": lambda top: _read_rows(kept, 0, PIECE_ROWS),
+        "kept decoded": lambda top: _read_rows(decoded, 0, PIECE_ROWS),
     }
     speeds: dict[str, list[Speed]] = {name: [] for name in readers}
     for number, top in enumerate(places):

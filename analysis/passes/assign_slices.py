@@ -112,7 +112,7 @@ def join_along_axis(tracker: LayoutTracker, node: Node) -> bool:
     images = [tracker.images[name] for name in node.operands if name in tracker.images]
     layout, dim = images[0].layout, images[0].layout.image_dim(node.argument("dim", 0))
     nodes = [tracker.nodes[image.node] for image in images]
-    is_alike = all(image.layout == layout and _is_beside(each, nodes[0], dim) for image, each in zip(images, nodes, strict=True))
+    is_alike = all(image.layout == layout and _can_join(each, nodes[0], dim) for image, each in zip(images, nodes, strict=True))
     if dim is None or dim < len(nodes[0].shape) - tracker.axes.count or not is_alike or len(images) > _MAX_JOINED:
         return False
     constants = [constant_of(tracker.nodes, name) for name in node.operands if name not in tracker.images]
@@ -124,7 +124,7 @@ def join_along_axis(tracker: LayoutTracker, node: Node) -> bool:
     return _join(tracker, node, dim, value)
 
 
-def _is_beside(image: Node, other: Node, dim: int | None) -> bool:
+def _can_join(image: Node, other: Node, dim: int | None) -> bool:
     """True if two images have one element type, and one size apart from a dimension."""
     if image.dtype != other.dtype or len(image.shape) != len(other.shape):
         return False

@@ -130,8 +130,8 @@ class PlanNumbers:
         """Strip heights and how often a state is kept, for a table's cell: `64 rows, k=2`; of many segments the lowest and the highest."""
         tiled = sorted({(s.strip_rows, s.state_every) for s in self.segments if s.num_steps > 1})
         if len(tiled) > _MOST_LISTED:
-            kept = sorted({every for _, every in tiled})
-            return f"{tiled[0][0]} to {tiled[-1][0]} rows, k={', '.join(map(str, kept))}"
+            intervals = sorted({every for _, every in tiled})
+            return f"{tiled[0][0]} to {tiled[-1][0]} rows, k={', '.join(map(str, intervals))}"
         return "; ".join(f"{rows} rows, k={every}" for rows, every in tiled) or "whole"
 
 

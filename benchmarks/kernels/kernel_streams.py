@@ -183,33 +183,33 @@ def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
 
 
 def _rows(draw: Draw) -> Problem:
-    kept, new = draw.image(64, (2, draw.size[1])), draw.image(64)
+    carried, new = draw.image(64, (2, draw.size[1])), draw.image(64)
     out = torch.empty_like(draw.image(64, (draw.size[0] + 2, draw.size[1])))
 
     def ours() -> list[Tensor]:
         from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
-        launch_move_rows([(kept, out[:, :, :2], False), (new, out[:, :, 2:], False)])
+        launch_move_rows([(carried, out[:, :, :2], False), (new, out[:, :, 2:], False)])
         return [out]
 
     return Problem(
         ours=ours,
-        theirs=lambda: torch.cat([kept, new], 2),
-        exact=lambda: [torch.cat([kept, new], 2).double()],
-        num_bytes=2 * all_rows([kept, new]),
+        theirs=lambda: torch.cat([carried, new], 2),
+        exact=lambda: [torch.cat([carried, new], 2).double()],
+        num_bytes=2 * all_rows([carried, new]),
     )
 
 
 def _rows_backward(draw: Draw) -> Problem:
-    joined, kept, new = draw.image(64, (draw.size[0] + 2, draw.size[1])), draw.image(64, (2, draw.size[1])), draw.image(64)
-    saved, out = kept.clone(), torch.empty_like(new)
+    joined, carried, new = draw.image(64, (draw.size[0] + 2, draw.size[1])), draw.image(64, (2, draw.size[1])), draw.image(64)
+    saved, out = carried.clone(), torch.empty_like(new)
 
     def ours() -> list[Tensor]:
         from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
-        kept.copy_(saved)
-        launch_move_rows([(joined[:, :, :2], kept, True), (joined[:, :, 2:], out, False)])
-        return [kept, out]
+        carried.copy_(saved)
+        launch_move_rows([(joined[:, :, :2], carried, True), (joined[:, :, 2:], out, False)])
+        return [carried, out]
 
     def theirs() -> object:
         return saved + joined[:, :, :2], joined[:, :, 2:].clone(memory_format=torch.channels_last)
@@ -218,7 +218,7 @@ def _rows_backward(draw: Draw) -> Problem:
         ours=ours,
         theirs=theirs,
         exact=lambda: [saved.double() + joined[:, :, :2].double(), joined[:, :, 2:].double()],
-        num_bytes=all_rows([joined, out, kept, saved]),
+        num_bytes=all_rows([joined, out, carried, saved]),
     )
 
 

@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         probability = _draw(model, image, arguments)
     console.print(f"class {LABEL} after training: probability {probability:.4f}")
 
-    held_bytes = tensor_bytes(model)
-    console.print(closing_table(plain, steps, held_bytes, plan))
+    resident_bytes = tensor_bytes(model)
+    console.print(closing_table(plain, steps, resident_bytes, plan))
     console.print(f"written to {arguments.out}: metrics.csv, plan.txt, heatmap.png")
-    if held_bytes + max(step.peak_bytes for step in steps) > plan.budget_bytes:
+    if resident_bytes + max(step.peak_bytes for step in steps) > plan.budget_bytes:
         print("error: the measured peak is above the budget; please report this", file=sys.stderr)
         return 1
     return 0
@@ -134,10 +134,10 @@ def train(
     return steps
 
 
-def closing_table(plain: StepResult | None, steps: list[StepResult], held_bytes: int, plan: sft.Plan) -> Table:
-    """Plain PyTorch and sft side by side; bytes include the parameters and buffers, `held_bytes`."""
+def closing_table(plain: StepResult | None, steps: list[StepResult], resident_bytes: int, plan: sft.Plan) -> Table:
+    """Table of plain PyTorch and sft; bytes include the parameters and buffers, `resident_bytes`."""
     seconds = statistics.median(step.seconds for step in steps)
-    peak_bytes = held_bytes + max(step.peak_bytes for step in steps)
+    peak_bytes = resident_bytes + max(step.peak_bytes for step in steps)
     table = Table(title="one slide, end to end")
     for heading in ("", "plain PyTorch", "sft", "plain / sft"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -151,7 +151,7 @@ def closing_table(plain: StepResult | None, steps: list[StepResult], held_bytes:
         add("time of a step", "", f"{seconds:.1f} s")
         add("first loss", "", f"{steps[0].loss:.7f}")
     else:
-        plain_bytes = held_bytes + plain.peak_bytes
+        plain_bytes = resident_bytes + plain.peak_bytes
         add(
             "peak memory, measured",
             sft.format_bytes(plain_bytes),

@@ -167,15 +167,15 @@ class PlanCache:
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         self.drop_refused()
-        request, given, all_forms = self.request(signature), self.settings.plan, self._forms(signature)
+        request, plan, all_forms = self.request(signature), self.settings.plan, self._forms(signature)
         with (
             planning_context(request),
             stages(f"capture of {type(self.model).__name__}") as show_stage,
             self._closing_unless_refused(signature, all_forms),
         ):
             all_forms.capture()
-            is_planned = given is not None and given.input_shapes == signature.shapes
-            forms = [all_forms.of_plan(given)] if given is not None and is_planned else all_forms
+            is_planned = plan is not None and plan.input_shapes == signature.shapes
+            forms = [all_forms.of_plan(plan)] if plan is not None and is_planned else all_forms
             show_stage(f"search for a plan within {format_bytes(self.settings.budget_bytes)}")
             if self.settings.mesh is not None:
                 return first_fitting(lambda form: prepare_on_mesh(request, form.problem, form.specialized), forms)

@@ -96,7 +96,7 @@ class Port(NamedTuple):
 class PositionalFunction(Protocol):
     """A program function that depends on the strip's position (an ``origin`` port) and can compare positions."""
 
-    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+    def is_same_at(self, origin: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
         """True if the function computes the same from the same rows at both origins."""
         ...
 

@@ -170,7 +170,7 @@ def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     (True, False)
     """
     expected = _row_major_strides(shape)
-    return 0 in shape or all(extent == 1 or here == there for extent, here, there in zip(shape, strides, expected, strict=True))
+    return 0 in shape or all(extent == 1 or stride == packed for extent, stride, packed in zip(shape, strides, expected, strict=True))
 
 
 def _view_strides(

@@ -229,7 +229,7 @@ class Repeat(nn.Module):
         repeated = BlockRepeat(
             block=self.block,
             num_blocks=self.num_blocks,
-            given_bytes=self.budget_bytes,
+            user_budget_bytes=self.budget_bytes,
             strategy=self.strategy,
             device=x.device,
             autocast=autocast_dtype(x.device),

@@ -206,7 +206,7 @@ def _remedies(problem: PlanningProblem, smallest: ProjectedPlan, needed_bytes: i
     if resources.host_budget_bytes == 0 and problem.sized.training:
         remedies["host"] = 0
     repeats = (node for node in problem.sized.graph.operators if node.target == REPEAT)
-    if problem.sized.training and any(node.argument("which").given_bytes for node in repeats):
+    if problem.sized.training and any(node.argument("which").user_budget_bytes for node in repeats):
         remedies["repeats"] = 0
     if resources.weights is None and 2 * resources.resident_bytes >= needed_bytes:
         remedies["weights"] = 0

@@ -57,7 +57,9 @@ def with_smaller_repeats(problem: PlanningProblem) -> Iterator[PlanningProblem]:
 
 def _unbudgeted_repeats(problem: PlanningProblem) -> list[str]:
     """Names of the repeats without a budget of their own."""
-    return [node.name for node in problem.sized.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
+    return [
+        node.name for node in problem.sized.graph.operators if node.target == REPEAT and node.argument("which").user_budget_bytes is None
+    ]
 
 
 def free_budgets(problem: PlanningProblem) -> tuple[int, ...]:

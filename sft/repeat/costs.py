@@ -103,7 +103,7 @@ class BlockRepeat:
     Attributes:
         block: module of one block, traced for each size.
         num_blocks: number of blocks.
-        given_bytes: budget set by the user; None if not set.
+        user_budget_bytes: budget set by the user; None if not set.
         strategy: strategy of the schedule.
         device: device of the blocks.
         autocast: element type of autocast, if the capture was under autocast.
@@ -119,7 +119,7 @@ class BlockRepeat:
 
     block: nn.Module
     num_blocks: int
-    given_bytes: int | None
+    user_budget_bytes: int | None
     strategy: Strategy
     device: torch.device
     autocast: torch.dtype | None
@@ -142,7 +142,7 @@ class BlockRepeat:
     @property
     def budget_bytes(self) -> int | None:
         """The effective budget."""
-        return self.planned_bytes if self.given_bytes is None else self.given_bytes
+        return self.planned_bytes if self.user_budget_bytes is None else self.user_budget_bytes
 
     def within(self, num_bytes: int) -> BlockRepeat:
         """The same blocks with a budget from the plan of the model."""

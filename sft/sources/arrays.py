@@ -73,16 +73,16 @@ class ArraySource(PixelRows):
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         is_chunked = is_chunked_array(array)
         pixels: Any = array if self.path is None else map_npy_file(self.path)
-        self._given: Any = pixels if is_chunked else as_host_array(pixels, "read rows from")
+        self._array: Any = pixels if is_chunked else as_host_array(pixels, "read rows from")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
-        pixel_dtype = _pixel_dtype(self._given, self._name)
+        pixel_dtype = _pixel_dtype(self._array, self._name)
         self.dtype = dtype
-        self.layout: Layout = resolve_layout(self._name, tuple(self._given.shape), layout)
-        self._chunks = ChunkedRows(self._given, self.layout) if is_chunked else None
+        self.layout: Layout = resolve_layout(self._name, tuple(self._array.shape), layout)
+        self._chunks = ChunkedRows(self._array, self.layout) if is_chunked else None
         # A view: rows of one batch element are [rows, width, channels], whatever lies in memory.
-        self._pixels: HostArray | None = None if is_chunked else _samples_last(self._given, self.layout)
-        by_axis = dict(zip(self.layout, self._given.shape, strict=True))
+        self._pixels: HostArray | None = None if is_chunked else _samples_last(self._array, self.layout)
+        by_axis = dict(zip(self.layout, self._array.shape, strict=True))
         self.shape: tuple[int, int, int, int] = (by_axis.get("N", 1), by_axis["C"], by_axis["H"], by_axis["W"])
         self._value_range, self._clip = value_range, clip
         self._normalizer = Normalizer(
@@ -94,7 +94,7 @@ class ArraySource(PixelRows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapped file travels as its path: pickling a memmap would read all of it.
-        array = self._given if self.path is None else self.path
+        array = self._array if self.path is None else self.path
         return _rebuild_source, (array, *self._settings)
 
     @property
@@ -128,7 +128,7 @@ class ArraySource(PixelRows):
         num_samples, sample_bytes = self.shape[0], self._pixels[0, interval.start : interval.stop].nbytes
         step = max(1, _GROUP_BYTES // sample_bytes)
         for first in range(0, num_samples, step):
-            check_mapping(self._given, self._name)
+            check_mapping(self._array, self._name)
             pixels = self._pixels[first : first + step, interval.start : interval.stop]
             fill(pixels, out[first : first + step])
             release_pages(pixels)
@@ -143,7 +143,7 @@ class ArraySource(PixelRows):
         """
         if self._pixels is None:
             return np.zeros(self.shape[2], np.bool_)
-        check_mapping(self._given, self._name)
+        check_mapping(self._array, self._name)
         same: BoolArray = np.logical_and.reduce([equal_rows(self._pixels[sample], columns) for sample in range(self.shape[0])])
         return same
 
@@ -154,7 +154,7 @@ class ArraySource(PixelRows):
             InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
-        batch_array = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
+        batch_array = self._array[batch.start : batch.stop] if len(self.layout) == 4 else self._array
         return _rebuild_source(batch_array, *self._settings)
 
 
@@ -256,7 +256,7 @@ class ArrayImage(LevelledImage):
                 f"cannot use {self._name} of {getattr(pixels, 'dtype', type(pixels).__name__)} as {self.purpose} are "
                 f"{', '.join(self.dtypes)}. {self.remedy}"
             )
-        self._given = pixels
+        self._array = pixels
         whole = pixels[..., None] if pixels.ndim == 2 else pixels
         self.layout: Layout = "HWC" if pixels.ndim == 2 else resolve_layout(self._name, whole.shape, layout)
         if len(self.layout) != 3:
@@ -277,8 +277,8 @@ class ArrayImage(LevelledImage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapped file travels as its path: pickling a memmap would read all of it.
-        origin = self._given if self.path is None else self.path
-        layout = self.layout if self._given.ndim == 3 else None
+        origin = self._array if self.path is None else self.path
+        layout = self.layout if self._array.ndim == 3 else None
         return _rebuild_image, (origin, layout, self.mpp, self.background, type(self))
 
     @property
@@ -315,7 +315,7 @@ class ArrayImage(LevelledImage):
         check_level(repr(self), level, 1)
         rectangle = Rectangle.of(x, y, w, h)
         rectangle.check_inside(self._name, (self.width_px, self.height_px))
-        check_mapping(self._given, self._name)
+        check_mapping(self._array, self._name)
         part = self._pixels[rectangle.slices]
         pixels: Pixels = part.astype(self.dtype, order="C")
         release_pages(part)
@@ -323,10 +323,10 @@ class ArrayImage(LevelledImage):
 
 
 def _rebuild_image(
-    given: AnyArray | Path,
+    pixels: AnyArray | Path,
     layout: Layout | None,
     mpp: tuple[float, float] | None,
     background: tuple[Any, ...],
     kind: type[ArrayImage] | None = None,
 ) -> ArrayImage:
-    return (kind or ArrayImage)(given, layout=layout, mpp=mpp, background=background)
+    return (kind or ArrayImage)(pixels, layout=layout, mpp=mpp, background=background)

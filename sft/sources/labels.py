@@ -84,7 +84,7 @@ class LabelSource:
             raise InputError(
                 f"cannot read labels from {name} of shape {host_array.shape}: give [H, W], [N, H, W] or [N, 1, H, W], none empty."
             )
-        self._given, self._name = host_array, name
+        self._array, self._name = host_array, name
         #: a view [N, H, W]
         self._labels = host_array.reshape(shape) if len(shape) == 3 else host_array[None]
         num, height_px, width_px = self._labels.shape
@@ -94,7 +94,7 @@ class LabelSource:
         return f"LabelSource({self._name}, shape={self.shape})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        array = self._given if self.path is None else self.path
+        array = self._array if self.path is None else self.path
         return (LabelSource if self.values is None else partial(LabelSource, values=self.values), (array,))
 
     def rows(self, interval: Interval, out: Tensor) -> None:
@@ -107,7 +107,7 @@ class LabelSource:
         check_rows(self._name, self.shape, interval, out, dtype=self.dtype)
         if not interval:
             return
-        check_mapping(self._given, self._name)
+        check_mapping(self._array, self._name)
         for sample in range(self.shape[0]):
             labels = self._labels[sample, interval.start : interval.stop]
             out[sample, 0].numpy()[...] = labels if self.values is None else _mapped(labels, self.values, self._name)
@@ -119,7 +119,7 @@ class LabelSource:
         Raises:
             SourceError: the mapped file was cut short.
         """
-        check_mapping(self._given, self._name)
+        check_mapping(self._array, self._name)
         same: BoolArray = np.logical_and.reduce([equal_rows(labels[..., None], columns) for labels in self._labels])
         return same
 

@@ -42,7 +42,7 @@ from sft.sources.readers.openslide import Slide
 from sft.sources.readers.remote import RemotePath, naming_remote_errors, source_path
 from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
 from sft.sources.resample import at_mpp
-from sft.sources.tiff import NotTiledError, TiffImage, has_colour_table_beside, read_geo_tags, read_sample_tags
+from sft.sources.tiff import NotTiledError, TiffImage, has_colour_table_file, read_geo_tags, read_sample_tags
 from sft.sources.views import RasterView, WithMpp
 
 __all__ = ["Reader", "open_image"]
@@ -301,7 +301,7 @@ def _open_tiff(path: Any, request: _Request) -> Raster:
             f"cannot read {path}: {mask_path.name} next to it is a mask of valid pixels, and invalid pixels would count. Choose "
             'mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore".'
         )
-    if isinstance(path, Path) and has_colour_table_beside(path):
+    if isinstance(path, Path) and has_colour_table_file(path):
         raise SourceError(
             f"cannot read {path} as an image: its values are indices of the colour table in {path.name}.aux.xml. Read labels with "
             "sft.sources.open_labels, convert it to RGB (gdal_translate -expand rgb), or move that file away to read grey values."

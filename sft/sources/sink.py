@@ -93,7 +93,7 @@ class ArraySink:
 
     def __init__(self, array: HostArray, *, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout | None = None) -> None:
         host_array = as_host_array(array, "write gradients to")
-        self._given = host_array
+        self._array = host_array
         self.layout: Layout = resolve_layout("input_grad", tuple(host_array.shape), layout, expected=shape)
         self.shape = shape
         full_tensor = _as_tensor(host_array)
@@ -124,7 +124,7 @@ class ArraySink:
         check_samples(self, batch)
         _, channels, height_px, width_px = self.shape
         sink = object.__new__(ArraySink)
-        sink._given, sink.layout, sink.dtype = self._given, self.layout, self.dtype
+        sink._array, sink.layout, sink.dtype = self._array, self.layout, self.dtype
         sink.shape = (len(batch), channels, height_px, width_px)
         sink._target = self._target[batch.start : batch.stop]
         sink._pages = self._pages[batch.start : batch.stop]
@@ -149,7 +149,7 @@ class ArraySink:
             raise InputError(f"cannot add a gradient of {gradient.dtype} to {self}: it would be rounded. Use an array of a wider type.")
         if not rows:
             return
-        check_mapping(self._given, "input_grad")
+        check_mapping(self._array, "input_grad")
         gradient = gradient.detach().cpu()
         for sample in range(num):
             for part, is_written in _runs(self._written[sample, rows.start : rows.stop]):
@@ -168,15 +168,15 @@ class ArraySink:
         Raises:
             SourceError: the mapped file was cut short.
         """
-        check_mapping(self._given, "input_grad")
+        check_mapping(self._array, "input_grad")
         for sample in range(self.shape[0]):
             for part, is_written in _runs(self._written[sample]):
                 if not is_written:
                     self._target[sample, :, part.start : part.stop].zero_()
                     release_pages(self._pages[sample, part.start : part.stop])
         self._written[:] = True
-        if isinstance(self._given, np.memmap):
-            self._given.flush()
+        if isinstance(self._array, np.memmap):
+            self._array.flush()
 
 
 def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[Interval, bool]]:

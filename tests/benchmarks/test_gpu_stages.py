@@ -31,8 +31,8 @@ def _python(folder: Path, command: str) -> Path:
 
 
 def _environment(python: Path | str, **variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("OUT", "RESULTS", "SFT_CACHE_DIR", "TRITON_CACHE_DIR")}
-    return kept | {"PYTHON": str(python), "OMP_NUM_THREADS": "1"} | variables
+    inherited = {name: value for name, value in os.environ.items() if name not in ("OUT", "RESULTS", "SFT_CACHE_DIR", "TRITON_CACHE_DIR")}
+    return inherited | {"PYTHON": str(python), "OMP_NUM_THREADS": "1"} | variables
 
 
 def _run(arguments: list[str], python: Path | str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -170,10 +170,10 @@ def test_a_plan_for_a_tensor_is_not_one_for_a_source() -> None:
     assert net.plan.input_placements == ("device",)
     assert net.plan_for(x).input_placements == ("source",)
     assert sft.plan(model, x).input_placements == ("source",)
-    given = sft.plan(model, x, options=sft.Options(tile=(8, None)))
-    net = sft.compile(model, x, plan=given)
-    assert net.plan == given
-    assert len(net.plan_for((1, 3, 256, 32)).segments) == 1 != given.segments[0].num_steps
+    plan = sft.plan(model, x, options=sft.Options(tile=(8, None)))
+    net = sft.compile(model, x, plan=plan)
+    assert net.plan == plan
+    assert len(net.plan_for((1, 3, 256, 32)).segments) == 1 != plan.segments[0].num_steps
 
 
 # --- pages of mapped files ------------------------------------------------------------------------------------------

@@ -206,16 +206,16 @@ def test_a_remedy_that_leaves_the_programs_projects_nothing_again(monkeypatch: p
         return project(problem, *decisions)  # type: ignore[arg-type]
 
     monkeypatch.setattr(materialize, "_project", counted)
-    kept: list[PlanningProblem] = []  # no id is used again
+    problems: list[PlanningProblem] = []  # no id is used again
     changed = PlanningProblem.with_host_budget
 
     def noted(problem: PlanningProblem, num_bytes: int | None) -> PlanningProblem:
-        kept.append(problem)
+        problems.append(problem)
         return changed(problem, num_bytes)
 
     monkeypatch.setattr(PlanningProblem, "with_host_budget", noted)
     _refusal(_normed(), _SHAPE, 1)
-    assert kept and any(key[0] == id(kept[0].memo) for key in projected)  # type: ignore[index]
+    assert problems and any(key[0] == id(problems[0].memo) for key in projected)  # type: ignore[index]
     assert len(projected) == len(set(projected))
 
 

@@ -38,11 +38,11 @@ def test_counts_each_output_and_each_release() -> None:
 
 def test_reading_follows_releases_after_the_block() -> None:
     with measure_peak() as peak:
-        kept = torch.ones(101)
+        ones = torch.ones(101)
     assert peak.current_bytes == 101 * FLOAT
-    later = kept + 1  # not in the block
+    later = ones + 1  # not in the block
     assert peak.current_bytes == peak.num_bytes == 101 * FLOAT
-    del kept, later
+    del ones, later
     assert peak.current_bytes == 0
     assert peak.num_bytes == 101 * FLOAT
 
@@ -180,10 +180,10 @@ def test_checkpointed_backward_is_metered() -> None:
         with measure_peak() as peak:
             out = checkpoint(chain, weight, use_reentrant=False) if checkpointed else chain(weight)
             assert isinstance(out, Tensor)
-            held = peak.current_bytes
+            forward_bytes = peak.current_bytes
             out.sum().backward()
         weight.grad = None
-        return held
+        return forward_bytes
 
     # sin saves its input: 7 inner values of the chain and the result are alive
     assert run(checkpointed=False) == 8 * 1001 * FLOAT
@@ -326,8 +326,8 @@ def test_other_threads_do_not_count() -> None:
         thread = threading.Thread(target=lambda: made.append(torch.empty(77)))
         thread.start()
         thread.join()
-        kept = torch.empty(3)
-    assert peak.num_bytes == kept.numel() * FLOAT
+        values = torch.empty(3)
+    assert peak.num_bytes == values.numel() * FLOAT
 
 
 @given(

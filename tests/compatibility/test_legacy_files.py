@@ -319,7 +319,7 @@ class PlanCase:
     Attributes:
         make: the model.
         shape: of the input.
-        given: further arguments of `sft.compile` for the plan.
+        compile_arguments: further arguments of `sft.compile` for the plan.
         says: values of its fields.
         asked: arguments of `sft.plan`; "least" is the smallest budget that works.
         source: True if the input is an array that is read in strips.
@@ -329,7 +329,7 @@ class PlanCase:
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     asked: dict[str, Any]
-    given: dict[str, Any] = field(default_factory=dict)
+    compile_arguments: dict[str, Any] = field(default_factory=dict)
     says: Callable[[sft.Plan], bool] = lambda plan: True
     source: bool = False
     input_grad: bool = True
@@ -435,7 +435,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def assert_trains(
-    net: Any, model: nn.Module, x: Tensor, *more: Tensor, as_given: Any = None, input_grad: bool = True, num_steps: int = 3
+    net: Any, model: nn.Module, x: Tensor, *more: Tensor, net_input: Any = None, input_grad: bool = True, num_steps: int = 3
 ) -> None:
     """Assert that the compiled net equals the model in float64, with gradients, for some steps of SGD.
 
@@ -444,7 +444,7 @@ def assert_trains(
         model: plain.
         x: the input.
         more: further inputs.
-        as_given: the input in the form that the net gets. Default: `None` (the tensor)
+        net_input: the input in the form that the net gets. Default: `None` (the tensor)
         input_grad: True if the input requires grad.
         num_steps: of SGD.
     """
@@ -452,12 +452,12 @@ def assert_trains(
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (net, model)]
     for step in range(num_steps):
         own, theirs = x.clone().requires_grad_(input_grad), x.clone().requires_grad_()
-        y, expected = net(own if as_given is None else as_given, *more), model(theirs, *more)
+        y, expected = net(own if net_input is None else net_input, *more), model(theirs, *more)
         torch.testing.assert_close(y.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
         direction = image(*expected.shape, seed=step + 1)
         (y * direction).sum().backward()
         (expected * direction).sum().backward()
-        if as_given is None and input_grad:
+        if net_input is None and input_grad:
             torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-9, atol=1e-11)
         _assert_same_gradients(net, model)
         for optimizer in optimizers:
@@ -514,12 +514,12 @@ def test_a_plan_in_json_trains_exactly(name: str) -> None:
     plan, case = sft.Plan.from_json(_text(name)), PLANS[name]
     model, x = seeded(case.make), image(*case.shape)
     plain = _plain(model)
-    net: Any = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.given)
+    net: Any = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.compile_arguments)
     net_plan = net.plan
     if plan.timeline.is_measured:  # nothing is measured for a supplied plan
         net_plan = replace(net_plan, projected_seconds=plan.projected_seconds, timeline=plan.timeline)
     assert _without_estimates(net_plan) == _without_estimates(plan)
-    assert_trains(net, plain, x, as_given=x.numpy() if case.source else None, input_grad=case.input_grad)
+    assert_trains(net, plain, x, net_input=x.numpy() if case.source else None, input_grad=case.input_grad)
     # Above, the input had a gradient, too.
     assert _decisions(net.plan) == _decisions(plan)
 

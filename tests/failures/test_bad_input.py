@@ -595,8 +595,8 @@ def test_backward_twice_with_retain_graph() -> None:
     net.zero_grad(set_to_none=True)
     loss.backward()
     for name, g in _gradients(net, x).items():
-        kept = first[name]
-        assert g is not None and kept is not None and torch.equal(g, kept), name
+        gradient = first[name]
+        assert g is not None and gradient is not None and torch.equal(g, gradient), name
 
 
 def test_double_backward_is_refused() -> None:

@@ -92,7 +92,7 @@ def _raises_in_backward(rank: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def _raises_beside_messages(rank: int, method: str) -> str:
+def _raises_with_pending_messages(rank: int, method: str) -> str:
     """Case in which rank 1 fails between strips, with messages under way; then the step is repeated."""
     net, x = _net(), image(*_SHAPE)
     net(x).sum().backward()
@@ -126,7 +126,7 @@ def _raises_beside_messages(rank: int, method: str) -> str:
 
 def test_a_rank_that_raises_between_strips(ranks: Ranks) -> None:
     for method in ("_run_forward", "_run_joint"):
-        for rank, message in enumerate(ranks.run(_raises_beside_messages, method)):
+        for rank, message in enumerate(ranks.run(_raises_with_pending_messages, method)):
             assert message.startswith("OSError: the disk" if rank == 1 else "RankError: rank 1 failed: OSError: the disk"), message
 
 

@@ -118,8 +118,10 @@ def _step(module: nn.Module, x: Tensor, gradients: Sequence[Tensor] | None, dtyp
     x = x.clone().requires_grad_()
     with _autocast(dtype):
         outputs = _leaves(module(x))
-    given = [torch.ones_like(y) for y in outputs] if gradients is None else [g.to(y.dtype) for g, y in zip(gradients, outputs, strict=True)]
-    torch.autograd.backward(outputs, given)
+    cotangents = (
+        [torch.ones_like(y) for y in outputs] if gradients is None else [g.to(y.dtype) for g, y in zip(gradients, outputs, strict=True)]
+    )
+    torch.autograd.backward(outputs, cotangents)
     assert x.grad is not None and x.grad.dtype == x.dtype
     parameter_grads = [p.grad for p in module.parameters() if p.grad is not None]
     assert [g.dtype for g in parameter_grads] == [p.dtype for p in module.parameters()]

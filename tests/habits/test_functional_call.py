@@ -40,8 +40,8 @@ def test_gradients_are_those_of_the_supplied_parameters() -> None:
         roots = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in own.items()}
         for scale in (1.5, 0.5):
-            given = {name: root * scale for name, root in roots.items()}
-            y = functional_call(module, {**given, **buffers}, (image(*_SHAPE),))
+            parameters = {name: root * scale for name, root in roots.items()}
+            y = functional_call(module, {**parameters, **buffers}, (image(*_SHAPE),))
             y.square().sum().backward()
         assert all(p.grad is None for p in module.parameters())
         assert all(isinstance(p, nn.Parameter) for p in module.parameters()), "the module has its own again"
@@ -56,10 +56,10 @@ def test_gradients_are_those_of_the_supplied_parameters() -> None:
 def test_supplied_parameters_that_are_frozen() -> None:
     gradients = []
     for module in _pair():
-        given = {name: p.detach().clone().requires_grad_(name.startswith("3")) for name, p in module.named_parameters()}
-        functional_call(module, given, (image(*_SHAPE),)).square().sum().backward()
-        assert [name for name, p in given.items() if p.grad is not None] == ["3.weight", "3.bias"]
-        gradients.append([p.grad for p in given.values() if p.grad is not None])
+        parameters = {name: p.detach().clone().requires_grad_(name.startswith("3")) for name, p in module.named_parameters()}
+        functional_call(module, parameters, (image(*_SHAPE),)).square().sum().backward()
+        assert [name for name, p in parameters.items() if p.grad is not None] == ["3.weight", "3.bias"]
+        gradients.append([p.grad for p in parameters.values() if p.grad is not None])
     _assert_close(gradients[1], gradients[0])
 
 
@@ -97,7 +97,7 @@ def test_transforms_are_refused(transform: str, net: nn.Module) -> None:
     parameters = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(sft.UnsupportedError, match=r"a transform of torch\.func.*Use torch\.autograd\.grad"):
         if transform == "grad":
-            torch.func.grad(lambda given: functional_call(net, given, (x,)).sum())(parameters)
+            torch.func.grad(lambda values: functional_call(net, values, (x,)).sum())(parameters)
         elif transform == "vmap":
             torch.func.vmap(net)(x[:, None])
         elif transform == "jvp":

@@ -73,12 +73,12 @@ def test_copies_go_on_training(copied: Callable[[nn.Module], nn.Module]) -> None
     model, net = pair(_norm_net)
     for module in (model, net):
         _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 0)
-    kept = copy.deepcopy(net.state_dict())
+    state = copy.deepcopy(net.state_dict())
     twin, eager_twin = copied(net), copied(model)
     for module in (twin, eager_twin):
         _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 1)
     assert_same_state(twin, eager_twin)
-    assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items()), "the original was trained"
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items()), "the original was trained"
 
 
 def test_moving_average() -> None:
@@ -140,37 +140,37 @@ class _Settings:
     factor: float = 1.0
 
 
-class _Held(nn.Module):
+class _Containers(nn.Module):
     """Containers of many kinds that `forward` reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.names, self.queue = nn.Conv2d(3, 2, 3), {"one"}, deque([1.0])
         self.array, self.bytes, self.settings = np.ones(1), bytearray(b"\x01"), _Settings()
-        self.given = argparse.Namespace(factor=1.0)
+        self.namespace = argparse.Namespace(factor=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = len(self.names) * self.queue[0] * float(self.array[0]) * self.bytes[0] * self.settings.factor * self.given.factor
+        scale = len(self.names) * self.queue[0] * float(self.array[0]) * self.bytes[0] * self.settings.factor * self.namespace.factor
         output: Tensor = self.conv(x) * scale
         return output
 
 
-_CHANGES: dict[str, Callable[[_Held], object]] = {
+_CHANGES: dict[str, Callable[[_Containers], object]] = {
     "set": lambda m: m.names.add("two"),
     "queue": lambda m: m.queue.__setitem__(0, 3.0),
     "array": lambda m: m.array.fill(3.0),
     "bytes": lambda m: m.bytes.__setitem__(0, 3),
     "dataclass": lambda m: setattr(m.settings, "factor", 3.0),
-    "namespace": lambda m: setattr(m.given, "factor", 3.0),
+    "namespace": lambda m: setattr(m.namespace, "factor", 3.0),
 }
 
 
 @pytest.mark.parametrize("what", _CHANGES)
 def test_changes_inside_of_attributes_are_detected(what: str) -> None:
-    model, net = pair(_Held)
+    model, net = pair(_Containers)
     for module in (model, net):
         module(image(*SHAPE))
-        _CHANGES[what](cast(_Held, module))
+        _CHANGES[what](cast(_Containers, module))
     torch.testing.assert_close(net(image(*SHAPE)), model(image(*SHAPE)), rtol=1e-10, atol=1e-10)
 
 

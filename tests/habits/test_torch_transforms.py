@@ -66,8 +66,8 @@ def test_inputs_that_are_defaults_are_left_out() -> None:
     model = seeded(_Guided)
     x, scale = image(*_SHAPE), torch.tensor(0.3, dtype=torch.float64)
     net = sft.compile(model, _SHAPE, options=_OPTIONS)
-    for given in ((None,), (None, "sum"), ()):
-        torch.testing.assert_close(net(x, *given), model(x, *given), rtol=1e-12, atol=1e-12)
+    for arguments in ((None,), (None, "sum"), ()):
+        torch.testing.assert_close(net(x, *arguments), model(x, *arguments), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(net(x, None, flip=False), model(x))
     torch.testing.assert_close(net(x, scale, "sum"), model(x, scale), rtol=1e-12, atol=1e-12)  # captured anew
 
@@ -185,7 +185,7 @@ def test_a_layer_with_two_names_keeps_its_parameters() -> None:
     x = image(*_SHAPE).contiguous(memory_format=torch.channels_last)
     expected = model(x)
     assert relative_error(sft.compile(model, _SHAPE, options=_OPTIONS)(x), expected) <= 1e-12
-    assert all(kept is p for kept, p in zip(model.parameters(), own, strict=True))
+    assert all(parameter is p for parameter, p in zip(model.parameters(), own, strict=True))
 
 
 def test_a_plain_model_that_is_compiled_in_place_is_not_run() -> None:

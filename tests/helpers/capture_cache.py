@@ -124,8 +124,8 @@ def one_capture_a_model(*tilings: str) -> Callable[[pytest.FixtureRequest], Iter
 
     @pytest.fixture(autouse=True)
     def captures(request: pytest.FixtureRequest) -> Iterator[None]:
-        given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-        models = sorted((name, repr(value)) for name, value in given.items() if name not in tilings)
+        parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        models = sorted((name, repr(value)) for name, value in parameters.items() if name not in tilings)
         with remembered_captures(repr((request.module.__name__, models or request.node.originalname))):
             yield
 

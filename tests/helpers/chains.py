@@ -53,9 +53,9 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
 
     def returning(i: int) -> tuple[Operation, ...]:
         stage, x = chain.stage(i), tuple(free_op(activation_name(i)))
-        kept = () if stage.is_light else tuple(free_op(saved_name(i)))
+        saved = () if stage.is_light else tuple(free_op(saved_name(i)))
         before, after = ((), x) if stage.reads_output else (x, ())
-        return (*before, backward_op(i), *after, *kept, *free_op(grad_name(i)))
+        return (*before, backward_op(i), *after, *saved, *free_op(grad_name(i)))
 
     @cache
     def parts(i: int, j: int, pending: bool) -> tuple[tuple[Operation, ...], ...]:
@@ -67,11 +67,11 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
                 return ((backward_op(j), *free_op(grad_name(j))),)
             return ((forward_op(j, save=True), *returning(j)),)
         sequences = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
-        there: tuple[Operation, ...] = ()
+        forwards: tuple[Operation, ...] = ()
         for k in range(i + 1, j + 1 if pending else j):
-            there = (*there, forward_op(k), *(free_op(activation_name(k - 1)) if k > i + 1 else ()))
+            forwards = (*forwards, forward_op(k), *(free_op(activation_name(k - 1)) if k > i + 1 else ()))
             sequences += [
-                (*there, *right, *free_op(activation_name(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)
+                (*forwards, *right, *free_op(activation_name(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)
             ]
         return tuple(sequences)
 
@@ -94,20 +94,22 @@ def fastest_of_all_states(chain: StageChain, budget_bytes: int) -> float | None:
         seconds, _, state = heapq.heappop(queue)
         if seconds > best[state]:
             continue
-        held, position = state
+        activations, position = state
         if position == 0:
             return seconds
-        base = sum(chain.activation_bytes(i) for i in held) + (chain.grad_bytes(position) if position <= n else 0)
-        moves: list[tuple[float, int, tuple[frozenset[int], int]]] = [(0.0, 0, (held - {i}, position)) for i in held if i]
+        base = sum(chain.activation_bytes(i) for i in activations) + (chain.grad_bytes(position) if position <= n else 0)
+        moves: list[tuple[float, int, tuple[frozenset[int], int]]] = [(0.0, 0, (activations - {i}, position)) for i in activations if i]
         for i in range(1, n + 1):
-            if i - 1 in held and i not in held:
+            if i - 1 in activations and i not in activations:
                 stage = chain.stage(i)
-                moves.append((stage.forward_seconds, stage.output_bytes + stage.forward_workspace_bytes, (held | {i}, position)))
-        if position == n + 1 and n in held:
-            moves.append((0.0, chain.grad_bytes(n), (held, n)))
-        if position <= n and position - 1 in held:
+                moves.append((stage.forward_seconds, stage.output_bytes + stage.forward_workspace_bytes, (activations | {i}, position)))
+        if position == n + 1 and n in activations:
+            moves.append((0.0, chain.grad_bytes(n), (activations, n)))
+        if position <= n and position - 1 in activations:
             stage = chain.stage(position)
-            moves.append((stage.backward_seconds, chain.grad_bytes(position - 1) + stage.backward_workspace_bytes, (held, position - 1)))
+            moves.append(
+                (stage.backward_seconds, chain.grad_bytes(position - 1) + stage.backward_workspace_bytes, (activations, position - 1))
+            )
         for cost, extra, target in moves:
             if base + extra <= room and seconds + cost < best.get(target, float("inf")):
                 best[target] = seconds + cost

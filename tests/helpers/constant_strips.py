@@ -61,11 +61,11 @@ def assert_exact_skipping(
     are constant where the image is. The counted and the skipped FLOPs together are those of the plan.
     """
     eager, own = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    given = x if source is None else source
+    net_input = x if source is None else source
     net = sft.compile(own, x if source is None else [source], budget=budget, options=options)
     for step in range(steps):
         x_eager, x_ours = (x.clone().requires_grad_(input_grad) for _ in range(2))
-        y_eager, y_ours = _leaves(eager(x_eager)), _leaves(net(x_ours if source is None else given))
+        y_eager, y_ours = _leaves(eager(x_eager)), _leaves(net(x_ours if source is None else net_input))
         grads = [_gradient(y, x, seed=step) for y in y_eager]
         torch.autograd.backward(y_eager, grads)
         torch.autograd.backward(y_ours, grads)
@@ -88,7 +88,7 @@ def assert_exact_skipping(
             module.zero_grad(set_to_none=True)
         updated = gradient_errors(dict(net.named_parameters()), dict(eager.named_parameters()))
         assert max(updated.values(), default=0.0) <= _TOLERANCE, updated
-    return _measured(net, x, given if source is not None else None, input_grad)
+    return _measured(net, x, net_input if source is not None else None, input_grad)
 
 
 def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:

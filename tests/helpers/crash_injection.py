@@ -71,19 +71,19 @@ def _arrange(death: Death) -> None:
         owner = getattr(owner, parent)
     function, calls = getattr(owner, name), 0
 
-    def dying(*given: Any, **named: Any) -> Any:
+    def dying(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls != death.call:
-            return function(*given, **named)
+            return function(*arguments, **named)
         if death.manner == "term":
             os.kill(os.getpid(), signal.SIGTERM)
-            return function(*given, **named)
+            return function(*arguments, **named)
         if death.manner == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        function(*given, **named)
+        function(*arguments, **named)
         if death.manner == "half":
-            (written,) = (value for value in given if isinstance(value, Path))
+            (written,) = (value for value in arguments if isinstance(value, Path))
             os.truncate(written, written.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 

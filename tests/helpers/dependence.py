@@ -16,7 +16,7 @@ from sft.common.torch_internals import pytree
 from tests.helpers.dag_nets import Dag, DagNet, Join
 from tests.helpers.graphs import every_value, graph_of
 
-__all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]
+__all__ = ["Matrix", "input_rows", "operator_dependence", "row_dependence"]
 
 #: [input row, output row]: True if the output row depends on the input row.
 Matrix: TypeAlias = npt.NDArray[np.bool_]
@@ -42,7 +42,7 @@ def row_dependence(function: Callable[[Tensor], object], shape: tuple[int, int, 
     return [result.isnan().any(dim=1).any(dim=2 - axis).numpy() for result in results]
 
 
-def rows_behind(dependence: Matrix, out: Interval) -> list[int]:
+def input_rows(dependence: Matrix, out: Interval) -> list[int]:
     """The input rows that any of the output rows ``out`` depends on, in order."""
     rows: list[int] = np.flatnonzero(dependence[:, out.start : out.stop].any(axis=1)).tolist()
     return rows

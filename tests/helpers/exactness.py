@@ -415,7 +415,7 @@ def _compare(
             "param_grad": gradient_errors(param_grads(net), param_grads(eager)),
             "buffer": {},
         }
-        assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
+        assert all(torch.equal(y, copied) for y, copied in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
         assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
         if x_ours.grad is not None and x_eager.grad is not None:
             floor = _SMALLEST_SHARE * max(

@@ -72,13 +72,13 @@ def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes
         shapes: shape of every value at the size in question.
     """
     inside = set(names)
-    given = [node.name for node in graph.nodes if node.name in among and node.name not in inside]
-    given = [name for name in given if any(user in inside for user in graph.users[name])]
+    sources = [node.name for node in graph.nodes if node.name in among and node.name not in inside]
+    sources = [name for name in sources if any(user in inside for user in graph.users[name])]
     wanted = set(graph.live_out(names))
     results = [name for name in names if name in wanted or inside.isdisjoint(graph.users[name])]
-    starts = [*(name for name in names if not any(o in inside or o in among for o in graph[name].operands)), *given]
-    order = [*given, *names]
-    links = [(o, name) for name in names for o in dict.fromkeys(graph[name].operands) if o in inside or o in given]
+    starts = [*(name for name in names if not any(o in inside or o in among for o in graph[name].operands)), *sources]
+    order = [*sources, *names]
+    links = [(o, name) for name in names for o in dict.fromkeys(graph[name].operands) if o in inside or o in sources]
     if len(starts) > 1:
         order.insert(0, "")
         links += [("", name) for name in starts]
@@ -86,7 +86,7 @@ def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes
         order.append("(results)")
         links += [(name, "(results)") for name in results]
     number = {name: i for i, name in enumerate(order)}
-    named = set(given) | inside
+    named = set(sources) | inside
     return ValueDag(
         sizes_bytes=tuple(_value_bytes(graph, shapes, name) if name in named else 0 for name in order),
         edges=tuple(dict.fromkeys((number[a], number[b]) for a, b in links)),

@@ -76,8 +76,8 @@ def _calls(net: Any) -> dict[str, int]:
     """Occurrences of each kernel call in the programs of the last plan."""
     counts: dict[str, int] = {}
     for segment in list(net._sft_engine.plan_cache.prepared.values())[-1].region.segments:
-        for held in segment._programs.values():
-            for program in held if isinstance(held, tuple) else (held,):
+        for entry in segment._programs.values():
+            for program in entry if isinstance(entry, tuple) else (entry,):
                 for instruction in () if program is None else program.instructions:
                     name = getattr(instruction.function, "__qualname__", "")
                     if ".backends." in getattr(instruction.function, "__module__", ""):

@@ -104,7 +104,7 @@ def num_stuck(ranks: Sequence[Sequence[Event]], *, in_order: bool) -> int:
     """
     posted: dict[tuple[int, int, Topic, bool], int] = defaultdict(int)  # from, to, topic, True for the sending end
     queues: dict[tuple[int, Topic], list[tuple[int, list[_End]]]] = defaultdict(list)
-    there: set[_End] = set()
+    posted_ends: set[_End] = set()
     through: set[tuple[int, int]] = set()
     at = [0] * len(ranks)
     is_moving = True
@@ -125,10 +125,10 @@ def num_stuck(ranks: Sequence[Sequence[Event]], *, in_order: bool) -> int:
                 at[rank] += 1
                 is_moving = True
         for queue in queues.values():
-            there.update(end for _, ends in (queue[:1] if in_order else queue) for end in ends)
+            posted_ends.update(end for _, ends in (queue[:1] if in_order else queue) for end in ends)
         for (rank, _), queue in queues.items():
             for ticket, ends in list(queue):
-                if all(end in there and _other(end) in there for end in ends):
+                if all(end in posted_ends and _other(end) in posted_ends for end in ends):
                     queue.remove((ticket, ends))
                     through.add((rank, ticket))
                     is_moving = True

@@ -38,8 +38,8 @@ class DropPath(nn.Module):
             return x
         keep = 1 - self.drop_prob
         if self.floors:  # as ConvNeXt and EfficientNet do
-            kept = keep + torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=x.dtype, device=x.device)
-            return x.div(keep) * kept.floor_()
+            shares = keep + torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=x.dtype, device=x.device)
+            return x.div(keep) * shares.floor_()
         mask = x.new_empty((x.shape[0] if self.mode == "row" else 1, *(1,) * (x.dim() - 1))).bernoulli_(keep)
         y: Tensor = x * mask.div_(keep)
         return y
@@ -55,9 +55,9 @@ class _PositionalAlphaDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = positional_dropout(torch.ones_like(x), self.p, site=self.site, seed=self.seed, kind=self.kind).ne(0)
+        mask = positional_dropout(torch.ones_like(x), self.p, site=self.site, seed=self.seed, kind=self.kind).ne(0)
         a = ((1 - self.p) * (1 + self.p * _SATURATION**2)) ** -0.5
-        y: Tensor = torch.where(kept, x, _SATURATION) * a - a * self.p * _SATURATION
+        y: Tensor = torch.where(mask, x, _SATURATION) * a - a * self.p * _SATURATION
         return y
 
 
@@ -96,14 +96,14 @@ class _Sites:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-        *given: Any,
+        *arguments: Any,
         **options: Any,
     ) -> Tensor:
         """Attention with dropout; the attention weights are its result with an identity as values."""
         if not dropout_p:
-            return _attend(query, key, value, attn_mask, 0.0, *given, **options)
+            return _attend(query, key, value, attn_mask, 0.0, *arguments, **options)
         unit = torch.eye(key.shape[-2], dtype=key.dtype).expand(*key.shape[:-2], -1, -1)
-        weights = self._dropout(_attend(query, key, unit, attn_mask, 0.0, *given, **options), dropout_p)
+        weights = self._dropout(_attend(query, key, unit, attn_mask, 0.0, *arguments, **options), dropout_p)
         num_heads_each = query.shape[-3] // key.shape[-3] if options.get("enable_gqa") else 1
         return weights @ (value if num_heads_each == 1 else value.repeat_interleave(num_heads_each, -3))
 
@@ -112,8 +112,8 @@ class _Sites:
         return positional_noise(like, distribution, site=self.next - 1, seed=self.seed)
 
     def _into(self, distribution: Distribution, place: Callable[..., tuple[float, float]]) -> Callable[..., Tensor]:
-        def draw(out: Tensor, *given: float) -> Tensor:
-            scale, shift = place(*given)
+        def draw(out: Tensor, *arguments: float) -> Tensor:
+            scale, shift = place(*arguments)
             return out.copy_(self._noise_like(distribution, out) * scale + shift)
 
         return draw

@@ -13,8 +13,8 @@ def described(program: Program) -> Any:
     """A program with slots numbered by first appearance."""
     numbers: dict[int, int] = {}
 
-    def number(given: int) -> int:
-        return numbers.setdefault(given, len(numbers))
+    def number(slot_number: int) -> int:
+        return numbers.setdefault(slot_number, len(numbers))
 
     def value(item: Any) -> Any:
         if isinstance(item, Slot):

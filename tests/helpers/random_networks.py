@@ -205,15 +205,15 @@ def _interpolate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     axes = len(shape) - 2
     smooth = ("linear", "bilinear", "trilinear")[axes - 1]
     mode = ("nearest", smooth, smooth, "nearest-exact", "bicubic" if axes == 2 else smooth)[n[0] % 5]
-    given: dict[str, Any] = {"mode": mode}
+    arguments: dict[str, Any] = {"mode": mode}
     if n[1] % 2:
-        given["size"] = tuple(max(1, extent + change - 6) for extent, change in zip(shape[2:], _each(n, 2, axes, 17), strict=True))
+        arguments["size"] = tuple(max(1, extent + change - 6) for extent, change in zip(shape[2:], _each(n, 2, axes, 17), strict=True))
     else:
-        given["scale_factor"] = (0.5, 0.7, 1.5, 2.0, 2.0, 3.0)[n[2] % 6]
+        arguments["scale_factor"] = (0.5, 0.7, 1.5, 2.0, 2.0, 3.0)[n[2] % 6]
     if not mode.startswith("nearest"):
-        given["align_corners"] = n[3] % 2 == 0
-        given["antialias"] = axes == 2 and n[4] % 3 == 0
-    return _Function(lambda x: F.interpolate(x, **given))
+        arguments["align_corners"] = n[3] % 2 == 0
+        arguments["antialias"] = axes == 2 and n[4] % 3 == 0
+    return _Function(lambda x: F.interpolate(x, **arguments))
 
 
 def _channels(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:

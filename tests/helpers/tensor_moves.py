@@ -59,5 +59,5 @@ class StorageMoves:
 
     def copy_back(self) -> None:
         """Copy all storages from the device back."""
-        for here, there in self._storages.values():
-            here.copy_(there, False)
+        for own, device_storage in self._storages.values():
+            own.copy_(device_storage, False)

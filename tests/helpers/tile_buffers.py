@@ -54,9 +54,11 @@ def tile_geometry(
         out = window.outputs(extent)
         source, needed = (out, window.writes(part.start, part.stop)) if adjoint else (extent, window.reads(part.start, part.stop))
         first, last = max(0, needed[0]) - around, min(source, needed[1]) + around
-        held = Span(start=first, size=last - first, extent=source)
+        buffer = Span(start=first, size=last - first, extent=source)
         result = Span(start=part.start, size=len(part), extent=extent if adjoint else out)
-        axes.append(TileAxis(input=result, output=held, window=window) if adjoint else TileAxis(input=held, output=result, window=window))
+        axes.append(
+            TileAxis(input=result, output=buffer, window=window) if adjoint else TileAxis(input=buffer, output=result, window=window)
+        )
     return Geometry(height=axes[0], width=axes[1])
 
 

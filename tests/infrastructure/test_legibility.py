@@ -26,6 +26,8 @@ _EXCLUDED = (_PERSONS | {"beside", "behind"}) - {"whose"}
 _COMMENT = re.compile(r"(?:^|\s)#:? (?P<text>.*)$", re.MULTILINE)
 _PRIVATE_TORCH = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")
 
+_VAGUE_NAME = re.compile(r"\b(?:found|given|held)\b")
+
 _MAX_LINES, _SMALL_LINES = 450, 60
 
 
@@ -48,14 +50,14 @@ class _Module:
         text: source.
         docstrings: line and text of each docstring.
         definitions: classes and functions at its top.
-        lines_of_found: lines of functions with a local variable ``found``.
+        vague_names: line and name of each variable or parameter that says how its value was obtained.
     """
 
     place: str
     text: str
     docstrings: tuple[tuple[int, str], ...]
     definitions: tuple[_Definition, ...]
-    lines_of_found: tuple[int, ...]
+    vague_names: tuple[tuple[int, str], ...]
 
     @classmethod
     def read(cls, path: Path) -> _Module:
@@ -67,7 +69,6 @@ class _Module:
         ]
         docstrings = [(getattr(node, "lineno", 1), ast.get_docstring(node)) for node in documented]
         own = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-        has_found = re.search(r"\bfound\b", text) is not None
         return cls(
             place=str(path.relative_to(_ROOT)),
             text=text,
@@ -78,12 +79,7 @@ class _Module:
                 )
                 for node in own
             ),
-            lines_of_found=tuple(
-                node.lineno
-                for node in (documented if has_found else ())
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-                and any(isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == "found" for each in ast.walk(node))
-            ),
+            vague_names=tuple(_vague_names(tree)) if _VAGUE_NAME.search(text) else (),
         )
 
     @property
@@ -106,6 +102,15 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         inner = getattr(node, field, ())
         for child in inner if isinstance(inner, list) else ():
             yield from _statements(child)
+
+
+def _vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of assigned variables and of parameters with a name of `_VAGUE_NAME`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and _VAGUE_NAME.fullmatch(node.id):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and _VAGUE_NAME.fullmatch(node.arg):
+            yield node.lineno, node.arg
 
 
 @functools.cache
@@ -190,9 +195,10 @@ def test_modules_are_neither_long_nor_tiny() -> None:
     assert len(small) <= 25, small
 
 
-def test_locals_are_not_named_found() -> None:
-    functions = [f"{module.place}:{line}" for module in _modules() for line in module.lines_of_found]
-    assert len(functions) <= 40, functions
+def test_names_are_those_of_values() -> None:
+    """`error`, `plan`, `rows`, not how the value was obtained."""
+    modules = [module for tops in (_PRODUCT, _TESTS, _SCRIPTS) for module in _modules(tops)]
+    assert not [f"{module.place}:{line} {name}" for module in modules for line, name in module.vague_names]
 
 
 def test_private_names_of_torch_are_in_few_modules() -> None:

@@ -137,7 +137,10 @@ def _pools(kernel: int) -> list[Gate]:
         ("launch_average_pool_gradient", {"gradient": y, "out": x} | options),
     ]
     when = (80,) if kernel == 2 else (90,)
-    return [Gate(module="pool.pool_triton", launch=name, when=when, arguments=given | {"geometry": geometry}) for name, given in launches]
+    return [
+        Gate(module="pool.pool_triton", launch=name, when=when, arguments=arguments | {"geometry": geometry})
+        for name, arguments in launches
+    ]
 
 
 def _names() -> list[str]:

@@ -504,10 +504,10 @@ class _Keeps(nn.Module):
     def __init__(self, *, uses: bool) -> None:
         super().__init__()
         self.linear, self.uses, self.calls = nn.Linear(4, 4), uses, 0
-        self.kept: Tensor | None = None
+        self.last_input: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls, self.kept = self.calls + 1, x
+        self.calls, self.last_input = self.calls + 1, x
         y: Tensor = torch.tanh(self.linear(x))
         return y * self.calls if self.uses else y
 
@@ -520,7 +520,7 @@ def test_a_block_that_counts_is_refused_and_nothing_is_left_in_it() -> None:
     net = Repeat(lambda: _Keeps(uses=False), 3)
     torch.testing.assert_close(net(x), net.unstacked()(x))
     block: Any = net.block
-    assert block.calls == 0 and block.kept is None
+    assert block.calls == 0 and block.last_input is None
 
 
 def test_numbers_read_from_tensors_and_loose_layers_are_refused() -> None:

@@ -211,10 +211,10 @@ def _fails_on_all_or_none(rank: int) -> None:
     part: Any = ours._record_optimizers[0]
     put = part.put
 
-    def broken(block: int, *given: Any) -> bool:
+    def broken(block: int, *arguments: Any) -> bool:
         if rank == 1 and block == 2:
             raise OSError("the disk is gone")
-        return bool(put(block, *given))
+        return bool(put(block, *arguments))
 
     part.put = broken
     with pytest.raises(OSError if rank == 1 else sft.RankError, match="the disk is gone"):

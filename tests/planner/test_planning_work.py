@@ -62,16 +62,16 @@ def test_planning_runs_no_collection_and_restores_the_collector(monkeypatch: pyt
 
 def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
     """The objects are old when planning ends; otherwise the next young collection would traverse a million objects."""
-    kept: list[list[int]] = []
+    numbers: list[list[int]] = []
     with gc_paused():
-        kept += [[number] for number in range(10_000)]
+        numbers += [[number] for number in range(10_000)]
     young = {id(member) for generation in (0, 1) for member in gc.get_objects(generation)}
-    assert not young.intersection(map(id, kept))
+    assert not young.intersection(map(id, numbers))
     gc.freeze()
     try:
         with gc_paused():
-            kept.append([0])
-        assert id(kept) not in map(id, gc.get_objects())  # objects that were frozen before stay frozen
+            numbers.append([0])
+        assert id(numbers) not in map(id, gc.get_objects())  # objects that were frozen before stay frozen
     finally:
         gc.unfreeze()
 
@@ -379,8 +379,8 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
     net: Any = sft.compile(model, [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of((32, 24))])
     for size in ((32, 24), (48, 20), (17, 31)):
         torch.testing.assert_close(net(*inputs_of(size)), model(*inputs_of(size)), rtol=1e-11, atol=1e-11)
-        given = [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of(size)]
-        assert net.plan_for(*given) == net.plan
+        shapes = [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of(size)]
+        assert net.plan_for(*shapes) == net.plan
     assert len(captures) == 1
     refusal = (
         r"class labels of shape \(1, 17, 31\) for a prediction" if name == "a loss" else "the model refuses an input of shape 1x3x32x24, 1x"

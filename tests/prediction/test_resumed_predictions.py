@@ -312,15 +312,15 @@ def test_temporary_files_of_a_killed_call_are_removed_by_the_next(name: str, mak
         return writer
 
     others = [begun(name, "b"), begun(f"2{name}", "a"), begun(name, None)]
-    kept = set(tmp_path.glob(".partial-*"))
+    other_files = set(tmp_path.glob(".partial-*"))
     killed = begun(name, "a")
     killed.write(rows)
-    assert set(tmp_path.glob(".partial-*")) > kept
+    assert set(tmp_path.glob(".partial-*")) > other_files
     second = begun(name, "a")
     second.write(rows)
     second.finish()
     second.publish()
-    assert (tmp_path / name).exists() and set(tmp_path.glob(".partial-*")) == kept
+    assert (tmp_path / name).exists() and set(tmp_path.glob(".partial-*")) == other_files
     for other in (*others, killed):
         other.discard()
     assert not list(tmp_path.glob(".partial-*"))

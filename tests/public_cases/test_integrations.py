@@ -173,10 +173,10 @@ def _trained(model: nn.Module, module: nn.Module, batches: list[dict[str, Tensor
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches:
-        kept = {name: value for name, value in batch.items() if name in _columns(module)}
-        if not kept:
+        columns = {name: value for name, value in batch.items() if name in _columns(module)}
+        if not columns:
             raise ValueError("The batch received was empty, your model won't be able to train on it.")
-        loss = module(**kept)["loss"]
+        loss = module(**columns)["loss"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

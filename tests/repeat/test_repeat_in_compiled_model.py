@@ -325,8 +325,8 @@ def test_modes_sizes_and_copies() -> None:
     frozen[:4].requires_grad_(False)
     assert_exact(frozen, image(*_SHAPE), input_grad=False)
     with torch.device("meta"):
-        there = _model(5)
-    assert sft.plan(there, _SHAPE, budget="8MiB").segments == sft.plan(frozen.requires_grad_(True), _SHAPE, budget="8MiB").segments
+        on_meta = _model(5)
+    assert sft.plan(on_meta, _SHAPE, budget="8MiB").segments == sft.plan(frozen.requires_grad_(True), _SHAPE, budget="8MiB").segments
 
 
 def test_a_pass_that_fails_changes_nothing() -> None:

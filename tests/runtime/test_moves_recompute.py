@@ -95,7 +95,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     stages = staged[name]
     model = seeded(_MODELS[name])
     order = _random_order(stages, seed)
-    made = _given(model, stages, order)
+    made = _plan_with_order(model, stages, order)
     eager = seeded(_MODELS[name])
     net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
     assert net.plan.order in (order, ())  # none for the plain order
@@ -120,7 +120,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     assert_within_budget(net, x.detach(), budget="4GiB", to_the_byte=True)
 
 
-def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
+def _plan_with_order(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
     """Plan of stages with a schedule."""
     options = sft.Options(strategy="sqrt")
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=options)

@@ -117,7 +117,7 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
     stages = staged[name]
     order = _random_order(stages, seed, recomputes=recomputes)
     model = seeded(MODELS[name])
-    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=_plan_with_order(model, order))
     assert net.plan.host_bytes > 0 or not any(move.is_copy for move in order)
     eager: Any = sft.compile(seeded(MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
     x = image(*_SHAPE, seed=seed).requires_grad_()
@@ -166,7 +166,7 @@ def test_late_copies_detect_missing_waits(forgotten: str, monkeypatch: pytest.Mo
         assert not all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
-def _given(model: nn.Module, order: SegmentSchedule) -> sft.Plan:
+def _plan_with_order(model: nn.Module, order: SegmentSchedule) -> sft.Plan:
     """Plan of the model's stages with that schedule."""
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="offload-dp"))
     assert not plan.order

@@ -15,34 +15,34 @@ from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Residual, image, seeded
 
 
-def _most_held(policy: Checkpoints, num_strips: int) -> int:
+def _most_retained(policy: Checkpoints, num_strips: int) -> int:
     """Execute the backward sweep, in which every strip needs its state; return the maximum number of retained states."""
-    held = set(policy.kept(num_strips))
-    most, reversed_strips = len(held), []
+    stored = set(policy.kept(num_strips))
+    most, reversed_strips = len(stored), []
     for action in policy.actions(num_strips):
-        assert action.strip in held
+        assert action.strip in stored
         if action.kind == "joint":
-            held.remove(action.strip)
+            stored.remove(action.strip)
             reversed_strips.append(action.strip)
             continue
-        held.add(action.strip + 1)
+        stored.add(action.strip + 1)
         if action.drops:
-            held.remove(action.strip)
-        most = max(most, len(held))
-    assert reversed_strips == list(range(num_strips - 1, -1, -1)) and not held
+            stored.remove(action.strip)
+        most = max(most, len(stored))
+    assert reversed_strips == list(range(num_strips - 1, -1, -1)) and not stored
     assert policy.num_restored(num_strips) == sum(action.kind == "forward" for action in policy.actions(num_strips))
     return most
 
 
 @given(num_strips=st.integers(1, 300), every=st.integers(1, 40))
 def test_every_kth_state(num_strips: int, every: int) -> None:
-    most = _most_held(Checkpoints(every), num_strips)
+    most = _most_retained(Checkpoints(every), num_strips)
     assert most <= -(-num_strips // every) + every - 1
 
 
 @given(num_strips=st.integers(1, 300), slots=st.integers(1, 12))
 def test_slots_are_not_exceeded(num_strips: int, slots: int) -> None:
-    assert _most_held(Checkpoints(slots=slots), num_strips) <= slots + 1
+    assert _most_retained(Checkpoints(slots=slots), num_strips) <= slots + 1
     assert len(Checkpoints(slots=slots).kept(num_strips)) <= slots
 
 

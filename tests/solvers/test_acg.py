@@ -106,7 +106,7 @@ def test_every_bound_has_its_cheapest_checkpoints() -> None:
                 if largest is not None:
                     outcomes.append((largest, sum(dag.sizes_bytes[v] for v in chosen)))
         for solution in acg.solutions(dag):
-            assert solution.checkpoint_bytes == min(held for largest, held in outcomes if largest <= solution.segment_bytes)
+            assert solution.checkpoint_bytes == min(num_bytes for largest, num_bytes in outcomes if largest <= solution.segment_bytes)
 
 
 @pytest.mark.parametrize("root", [3, 5, 12])

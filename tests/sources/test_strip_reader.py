@@ -137,21 +137,21 @@ def test_a_referenced_strip_is_never_overwritten() -> None:
     intervals = strips_of(40, 4, 1)
     with StripReader(source, intervals, num_buffers=3) as reader:
         first = next(reader)
-        kept = first[0, 1, 2:]  # a view of a view refers to the buffer, too
+        pixels = first[0, 1, 2:]  # a view of a view refers to the buffer, too
         del first
         for interval in intervals[1:]:
             assert torch.equal(reader.take(interval), source.content[:, :, interval.start : interval.stop])
-        assert torch.equal(kept, source.content[0, 1, 2:5])
-    assert torch.equal(kept, source.content[0, 1, 2:5])
+        assert torch.equal(pixels, source.content[0, 1, 2:5])
+    assert torch.equal(pixels, source.content[0, 1, 2:5])
 
 
 def test_references_to_all_buffers_are_an_error_until_one_is_dropped() -> None:
     source = Counting(40)
     with StripReader(source, strips_of(40, 4, 0)) as reader:
-        held = [next(reader), next(reader)]
+        strips = [next(reader), next(reader)]
         with pytest.raises(InputError, match=r"rows \[8, 12\).*all 2 buffers.*num_buffers"):
             next(reader)
-        held.pop(0)
+        strips.pop(0)
         assert torch.equal(next(reader), source.content[:, :, 8:12])
     with pytest.raises(InputError, match="all 2 buffers"):
         list(StripReader(source, strips_of(40, 4, 0)))

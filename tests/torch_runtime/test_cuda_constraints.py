@@ -195,8 +195,8 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", report)
     with pytest.warns(RuntimeWarning, match=r"streamed weights take 4\.\d+ KiB of page-locked.*CUDA error 2.*computes the same"):
-        kept = allocate_host_bytes(4096, pin=True)
-    assert kept.fill_(7).eq(7).all() and not locked and reported
+        pinned = allocate_host_bytes(4096, pin=True)
+    assert pinned.fill_(7).eq(7).all() and not locked and reported
 
 
 def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

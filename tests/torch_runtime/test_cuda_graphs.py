@@ -113,11 +113,11 @@ def test_a_program_is_recorded_once(train_norm: bool) -> None:
     x = torch.randn(_SHAPE, dtype=torch.float64, requires_grad=True)
     net.plan_for(x)
     store, recorder = _with_recordings(net)
-    held = []
+    gradients = []
     for one in (net, plain):
         for _ in range(4):
             one(x).square().sum().backward()
-            held.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+            gradients.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
     assert recorder.num_records == len(store.programs) < store.num_replays
     ours, theirs = ([p.grad for p in one.parameters()] for one in (net, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)

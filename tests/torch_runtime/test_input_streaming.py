@@ -300,8 +300,8 @@ def test_several_inputs(second: str) -> None:
     pixels, b = random_pixels(1, 23, 14, 3), image(1, 3, 23, 14)
     targets = (np.zeros((23, 14, 3)), np.zeros((1, 3, 23, 14)) if second == "source" else None)
     net: Any = sft.compile(copy.deepcopy(model), [(1, 3, 23, 14)] * 2, options=sft.Options(tile=(4, None), state_every=2))
-    given_b: Any = Watched(b) if second == "source" else b.clone().requires_grad_()
-    y = net(pixels, given_b, input_grad=targets)
+    b_input: Any = Watched(b) if second == "source" else b.clone().requires_grad_()
+    y = net(pixels, b_input, input_grad=targets)
     y.square().sum().backward()
     a_eager, b_eager = as_tensor(pixels).requires_grad_(), b.clone().requires_grad_()
     y_eager = model(a_eager, b_eager)
@@ -309,9 +309,9 @@ def test_several_inputs(second: str) -> None:
     assert a_eager.grad is not None and b_eager.grad is not None
     assert relative_error(y, y_eager) <= TOLERANCE
     assert relative_error(torch.from_numpy(targets[0]).permute(2, 0, 1)[None], a_eager.grad) <= TOLERANCE
-    mine = given_b.grad if second == "tensor" else torch.from_numpy(targets[1])
+    mine = b_input.grad if second == "tensor" else torch.from_numpy(targets[1])
     assert relative_error(mine, b_eager.grad) <= TOLERANCE
-    plan = net.plan_for(pixels, given_b, input_grad=targets)
+    plan = net.plan_for(pixels, b_input, input_grad=targets)
     assert plan.input_placements == ("source", "source" if second == "source" else "device")
 
 
@@ -360,11 +360,11 @@ def test_a_wider_target() -> None:
     x = image(1, 3, 30, 20).float()
     target = np.zeros((1, 3, 30, 20))
     net = sft.compile(model, x.shape, options=sft.Options(tile=(30, None)))
-    given = x.clone().requires_grad_()
-    net(given).square().sum().backward()
+    x_ours = x.clone().requires_grad_()
+    net(x_ours).square().sum().backward()
     net(x.numpy(), input_grad=target).square().sum().backward()
-    assert given.grad is not None
-    torch.testing.assert_close(torch.from_numpy(target), given.grad.double(), rtol=1e-5, atol=1e-6)
+    assert x_ours.grad is not None
+    torch.testing.assert_close(torch.from_numpy(target), x_ours.grad.double(), rtol=1e-5, atol=1e-6)
 
 
 # --- other devices ------------------------------------------------------------------------------------------------------

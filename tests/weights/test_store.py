@@ -347,20 +347,20 @@ def test_a_file_that_was_moved_away_is_written_again(tmp_path: Path) -> None:
 
 
 def test_files_and_mappings_are_released(tmp_path: Path) -> None:
-    def held() -> tuple[int, int]:
+    def num_open() -> tuple[int, int]:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             return len(os.listdir("/proc/self/fd")), sum(str(tmp_path) in line for line in maps)
 
-    before = held()
+    before = num_open()
     store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
     for _ in range(5):
         store.begin()
         store.commit()
     store.begin()
-    assert held() == (before[0] + 3, 1)  # those of the mapping, the lock, and the next generation
+    assert num_open() == (before[0] + 3, 1)  # those of the mapping, the lock, and the next generation
     store.close()
     del store
-    assert held() == before
+    assert num_open() == before
     assert os.listdir(tmp_path) == ["w"]
 
 

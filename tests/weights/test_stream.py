@@ -43,16 +43,16 @@ def _read(stream: WeightStream, plan: list[int], reads: list[int]) -> list[int]:
 
 def _optimal_copies(plan: list[int], num_slots: int) -> int:
     """Belady's rule: the fewest copies with a number of slots."""
-    held: set[int] = set()
+    in_memory: set[int] = set()
     copies = 0
     for place, block in enumerate(plan):
-        if block in held:
+        if block in in_memory:
             continue
         copies += 1
-        if len(held) == num_slots:
+        if len(in_memory) == num_slots:
             rest = plan[place:]
-            held.remove(max(held, key=lambda other: rest.index(other) if other in rest else len(rest)))
-        held.add(block)
+            in_memory.remove(max(in_memory, key=lambda other: rest.index(other) if other in rest else len(rest)))
+        in_memory.add(block)
     return copies
 
 

@@ -46,9 +46,9 @@ class _BlockRange:
         """The view for a block at ``origin`` of the image."""
         return value.narrow(self.dim, self._first_row(origin), self.span.length)
 
-    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+    def is_same_at(self, origin: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
         """True if the view has the same rows at both origins."""
-        return self._first_row(here) == self._first_row(there)
+        return self._first_row(origin) == self._first_row(other)
 
     def _first_row(self, origin: tuple[int, int, int]) -> int:
         first, start = self.span.first_rows(origin)

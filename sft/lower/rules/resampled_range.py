@@ -79,9 +79,9 @@ class ResampledRange:
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
         return band.submatrix(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
 
-    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+    def is_same_at(self, origin: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
         """True if indices and weights are the same at both origins."""
-        return all(map(np.array_equal, self.tables(here), self.tables(there)))
+        return all(map(np.array_equal, self.tables(origin), self.tables(other)))
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
         """Resample a strip at ``origin`` of the image along ``dim``."""

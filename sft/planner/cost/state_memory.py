@@ -98,15 +98,15 @@ def state_shares(
     is_few = len(frontier) <= problem.limits.few_counted_values
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held_bytes in problem.memo.memoize(
-        key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)
+    for index, state_bytes in problem.memo.memoize(
+        key, lambda: _live_state_bytes(policies, frontier, kept, counted, problem.limits)
     ).items():
         if closed[index]:
-            shares[index] = (factors @ held_bytes).max() / closed[index]
+            shares[index] = (factors @ state_bytes).max() / closed[index]
     return shares
 
 
-def _held_state_bytes(
+def _live_state_bytes(
     policies: Sequence[Checkpoints], frontier: IntArray, kept: IntArray, row_bytes: IntArray, limits: SearchLimits
 ) -> dict[int, IntArray]:
     """State bytes at some moments of a backward sweep, [..., moment], by index of the policy; policies that take too long are left out.
@@ -114,7 +114,7 @@ def _held_state_bytes(
     Arguments are arrays of [value, state], and the bytes of a row, [..., value].
     """
     num_steps, begins = frontier.shape[1] - 1, first_block_rows(frontier, kept)
-    held_bytes: dict[int, IntArray] = {}
+    state_bytes: dict[int, IntArray] = {}
 
     def bytes_of(states: Iterable[int]) -> IntArray:
         at = sorted(states)
@@ -127,7 +127,7 @@ def _held_state_bytes(
             # The last group may be short, and states become small at the end of the image: groups before it may need more bytes.
             last = (num_steps - 1) // policy.every * policy.every
             ends = [last - group * policy.every for group in range(limits.num_counted_groups)] if policy.every > 1 else []
-            held_bytes[index] = np.stack([bytes_of(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
+            state_bytes[index] = np.stack([bytes_of(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
         elif num_steps <= limits.max_counted_strips and policy.num_restored(num_steps) <= limits.max_restored * num_steps:
-            held_bytes[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
-    return held_bytes
+            state_bytes[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
+    return state_bytes

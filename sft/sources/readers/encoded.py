@@ -102,7 +102,7 @@ class EncodedImage(DecodedFile[_Decoded]):
     def _describe(self, handle: _Decoded) -> ImageFacts:
         header = handle.header
         white = 65535 if header.bits > 8 else 255
-        georeference = read_georeference(self.path) if isinstance(self.path, Path) and _has_place_beside(self.path) else None
+        georeference = read_georeference(self.path) if isinstance(self.path, Path) and _has_georeference_file(self.path) else None
         return ImageFacts(
             level_dimensions=((header.width_px, header.height_px),),
             tiles_px=(None,),
@@ -120,10 +120,10 @@ class EncodedImage(DecodedFile[_Decoded]):
         return handle.pixels[rectangle.slices].copy()
 
 
-def _has_place_beside(path: Path) -> bool:
+def _has_georeference_file(path: Path) -> bool:
     """True if a world file of the image, or metadata of GDAL, lie next to it.
 
-    >>> _has_place_beside(Path("none.png"))
+    >>> _has_georeference_file(Path("none.png"))
     False
     """
     suffix = path.suffix or ".wld"

@@ -30,7 +30,7 @@ __all__ = [
     "PLACE_TAGS",
     "GeoTags",
     "SampleTags",
-    "has_colour_table_beside",
+    "has_colour_table_file",
     "read_channel_names",
     "read_geo_tags",
     "read_resolution",
@@ -111,7 +111,7 @@ def read_geo_tags(path: Path) -> GeoTags:
         return GeoTags()
 
 
-def has_colour_table_beside(path: Path) -> bool:
+def has_colour_table_file(path: Path) -> bool:
     """True if GDAL's metadata in the file next to a TIFF (``a.tif.aux.xml``) have a colour table, as GIS programs save it.
 
     A file that cannot be read has none: it is not part of the image.

@@ -69,9 +69,9 @@ _FUNCTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("name", _FUNCTIONS)
 def test_inputs_that_are_written_into_stay_as_they_are(name: str, tile: tuple[int, None] | None) -> None:
     model, x = seeded(lambda: _Writing(_FUNCTIONS[name])), image(1, 3, 20, 16)
-    net, given = sft.compile(model, x.shape, options=sft.Options(tile=tile)), x.clone()
-    torch.testing.assert_close(net(given), model(x.clone()), rtol=1e-12, atol=1e-12)
-    assert torch.equal(given, x)
+    net, x_ours = sft.compile(model, x.shape, options=sft.Options(tile=tile)), x.clone()
+    torch.testing.assert_close(net(x_ours), model(x.clone()), rtol=1e-12, atol=1e-12)
+    assert torch.equal(x_ours, x)
 
 
 def test_an_overridden_call_method_is_refused() -> None:

@@ -62,16 +62,16 @@ def test_spectral_norm_updates_once_a_step_or_not_at_all(monkeypatch: pytest.Mon
         run_region(*arguments)
         raise KeyboardInterrupt
 
-    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("sft.api.engine.run_region", failing)
         net(x)
-    assert all(torch.equal(buffer, kept[name]) for name, buffer in net.named_buffers()), "a failed call changes nothing"
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers()), "a failed call changes nothing"
     for module in (model, net):
         module(x)
     moved = {name: buffer.clone() for name, buffer in net.named_buffers()}
     assert all(relative_error(moved[name], buffer) <= 1e-12 for name, buffer in model.named_buffers())
-    assert not any(torch.equal(moved[name], before) for name, before in kept.items())
+    assert not any(torch.equal(moved[name], before) for name, before in buffers.items())
     assert relative_error(net.eval()(x), model.eval()(x)) <= 1e-12
     assert all(torch.equal(buffer, moved[name]) for name, buffer in net.named_buffers())
 

@@ -15,7 +15,7 @@ from sft.analysis.ir.access import AxisMap, FloorTerm, Frontier
 from sft.common.interval import Interval
 from tests.helpers.dag_nets import Dag
 from tests.helpers.dags import dags
-from tests.helpers.dependence import operator_dependence, rows_behind
+from tests.helpers.dependence import input_rows, operator_dependence
 from tests.helpers.graphs import graph_of
 
 _ROWS = range(-60, 400)
@@ -82,7 +82,7 @@ def test_maps_of_the_table_are_those_of_eager_operators(dag: Dag, axis: int) -> 
         assert dependence.shape == (built.extents(axis)[operand], built.extents(axis)[name])
         access = built.rows[name].access(built.graph[name], axis)
         for row in range(dependence.shape[1]):
-            touched = rows_behind(dependence, Interval(row, row + 1))
+            touched = input_rows(dependence, Interval(row, row + 1))
             read = access.read(Interval(row, row + 1))
             assert set(touched) <= set(range(read.start, read.stop))
             # Both ends of a read are used, unless they lie in the padding.

@@ -22,7 +22,7 @@ from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import build_region
 from tests.helpers.dag_nets import AvgPool, Conv, Dag, DagNet, MaxPool
 from tests.helpers.dags import dags
-from tests.helpers.dependence import row_dependence, rows_behind
+from tests.helpers.dependence import input_rows, row_dependence
 from tests.helpers.graphs import Built, GraphBuilder, every_value, graph_of
 from tests.helpers.problems import problem_of
 
@@ -170,7 +170,7 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
     built = graph_of(dag)
     net = DagNet(every_value(dag))
     dependence = row_dependence(net, dag.shape[1:], axis)[value - 1]
-    touched = rows_behind(dependence, part)
+    touched = input_rows(dependence, part)
     wanted = {f"v{value}": part}
     step = _tile(built, wanted, axis)
     lengths = tile_lengths(built.run, built.extents(axis), wanted, axis=axis)

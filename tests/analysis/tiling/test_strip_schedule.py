@@ -11,7 +11,7 @@ from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, Str
 from sft.common.interval import Interval
 from tests.helpers.dag_nets import Dag
 from tests.helpers.dags import dags
-from tests.helpers.dependence import operator_dependence, rows_behind
+from tests.helpers.dependence import input_rows, operator_dependence
 from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 
@@ -109,7 +109,7 @@ def test_reads_are_the_rows_that_eager_operators_depend_on(case: tuple[Dag, Buil
         for node in _of(steps, name):
             assert len(node.reads) == bool(node.new)
             for read in node.reads:
-                touched = rows_behind(dependence, node.new)
+                touched = input_rows(dependence, node.new)
                 assert set(touched) <= set(range(read.rows.start, read.rows.stop))
                 span = access.read(node.new)
                 assert read.pad_low + len(read.rows) + read.pad_high == len(span)
@@ -237,5 +237,5 @@ def test_sources_of_different_heights(strip_rows: int) -> None:
     for name, extent in (("x", 32), ("small", 16), ("sum", 32)):
         assert [row for node in _of(steps, name) for row in range(node.new.start, node.new.stop)] == list(range(extent))
     for step in steps:
-        held = {node.name: node.available for node in step.nodes}
-        assert all(held[read.operand].contains(read.rows) for node in step.nodes for read in node.reads)
+        available = {node.name: node.available for node in step.nodes}
+        assert all(available[read.operand].contains(read.rows) for node in step.nodes for read in node.reads)

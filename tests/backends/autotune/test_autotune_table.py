@@ -315,13 +315,13 @@ def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     first = ListBenchmarker(stops=last)
     with pytest.raises(KeyboardInterrupt):
         tune(cases, first, tmp_path)
-    held = find_table([tmp_path], "NVIDIA Test", "3.9.0")
-    assert held is not None
+    interrupted = find_table([tmp_path], "NVIDIA Test", "3.9.0")
+    assert interrupted is not None
     begun = next(place for place, case in enumerate(cases) if case.shape_class.operator == last)
-    assert len(held.entries) == begun > 0
+    assert len(interrupted.entries) == begun > 0
     second = ListBenchmarker()
     result = tune(cases, second, tmp_path)
-    assert result.num_known == len(held.entries)
+    assert result.num_known == len(interrupted.entries)
     assert len(result.table.entries) == len(cases)
     assert len(second.timed) == sum(len(launch_variants(case.shape_class)) for case in cases[begun:])
     third = ListBenchmarker()

@@ -97,8 +97,8 @@ def test_related_sizes_are_exact(name: str, options: sft.Options | None) -> None
 def test_a_capture_serves_all_sizes_with_the_relation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
 
-    def counted(*args: Any, **given: Any) -> Capture:
-        captures.append(capture(*args, **given))
+    def counted(*args: Any, **keywords: Any) -> Capture:
+        captures.append(capture(*args, **keywords))
         return captures[-1]
 
     monkeypatch.setattr(sft.api.capture_cache, "capture", counted)

@@ -109,16 +109,16 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 }
 
 
-def _given(x: Tensor) -> Tensor:
+def _leaf(x: Tensor) -> Tensor:
     return x.clone().requires_grad_() if x.is_floating_point() else x
 
 
 def _budgets(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
     """Smallest budget of a step that also differentiates the first input, a medium one, and that of plain PyTorch."""
     net: Any = sft.compile(model, list(inputs), budget="1GiB")
-    most = net.plan_for(_given(inputs[0]), *inputs[1:]).total_bytes
+    most = net.plan_for(_leaf(inputs[0]), *inputs[1:]).total_bytes
     with pytest.raises(sft.BudgetError) as refused:
-        sft.of(sft.compile(model, [(None,) * x.dim() for x in inputs], budget=1)).plan_for(_given(inputs[0]), *inputs[1:])
+        sft.of(sft.compile(model, [(None,) * x.dim() for x in inputs], budget=1)).plan_for(_leaf(inputs[0]), *inputs[1:])
     least = refused.value.needed_bytes
     return [least, (least + most) // 2, most]
 

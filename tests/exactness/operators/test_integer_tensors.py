@@ -47,11 +47,11 @@ def test_integers_in_models(name: str, tile: tuple[int, int | None] | None) -> N
     net: Any = sft.compile(model, [x, labels], options=sft.Options(tile=tile))
     results = []
     for call in (net, model):
-        given = x.clone().requires_grad_()
+        x_ours = x.clone().requires_grad_()
         with sft.measure_peak("cpu") as peak:
-            out = call(given, labels)
-            grads = torch.autograd.grad(out, [given, *model.parameters()], torch.ones_like(out))
+            out = call(x_ours, labels)
+            grads = torch.autograd.grad(out, [x_ours, *model.parameters()], torch.ones_like(out))
         results.append((out, *grads))
-        assert call is model or peak.num_bytes <= net.plan_for(given, labels).projected_peak_bytes
+        assert call is model or peak.num_bytes <= net.plan_for(x_ours, labels).projected_peak_bytes
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

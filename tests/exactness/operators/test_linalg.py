@@ -78,8 +78,8 @@ def test_a_weight_that_lies_in_memory_by_columns(name: str) -> None:
             self.weight = nn.Parameter((weight + weight.T).T if name == "of the transpose" else (weight + weight.T).t().contiguous().t())
 
         def forward(self, x: Tensor) -> Tensor:
-            given = self.weight.T if name == "of the transpose" else self.weight
-            matrix = torch.linalg.det(given) if name == "of the transpose" else _FUNCTIONS[name](given)
+            operand = self.weight.T if name == "of the transpose" else self.weight
+            matrix = torch.linalg.det(operand) if name == "of the transpose" else _FUNCTIONS[name](operand)
             return F.conv2d(x, self.weight[:, :3, None, None]) * matrix.sum()
 
     model = seeded(Mixed)

@@ -144,7 +144,7 @@ def test_draws_for_several_dimensions_of_channels_run_whole(tile: tuple[int, int
             z: Tensor = y.view(2, 2, 2, *y.shape[2:])
             return (z + torch.randn_like(z)).flatten(1, 2)
 
-    nets = [sft.compile(seeded(Stacked), (2, 3, 20, 17), options=sft.Options(tile=given)) for given in (None, tile)]
+    nets = [sft.compile(seeded(Stacked), (2, 3, 20, 17), options=sft.Options(tile=net_tile)) for net_tile in (None, tile)]
     outputs = []
     for net in nets:
         torch.manual_seed(4)

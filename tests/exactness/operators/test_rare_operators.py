@@ -43,11 +43,11 @@ def test_rare_uses_are_exact(name: str) -> None:
     model, x = seeded(lambda: _Odd(function)), image(*shape)
     results = []
     for call in (sft.compile(model, shape), model):
-        given = x.clone().requires_grad_()
-        out = call(given)
+        x_ours = x.clone().requires_grad_()
+        out = call(x_ours)
         leaves = list(out) if isinstance(out, (tuple, list)) else [out]
         attached = [leaf for leaf in leaves if leaf.requires_grad]
-        grads = torch.autograd.grad(attached, [given, model.scale], [torch.full_like(leaf, 0.7) for leaf in attached])
+        grads = torch.autograd.grad(attached, [x_ours, model.scale], [torch.full_like(leaf, 0.7) for leaf in attached])
         results.append((*leaves, *grads))
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 

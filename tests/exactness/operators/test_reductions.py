@@ -140,12 +140,12 @@ def test_argmax_is_the_first_largest_element() -> None:
     x[0, 0, 1, 5] = x[0, 0, 3, 0] = x[0, 0, 1, 3] = 1.0
     model = _Places()
     net = sft.compile(model, (1, 1, 6, 6), options=sft.Options(tile=(2, 2)))
-    given = [x.clone().requires_grad_() for _ in range(2)]
-    for call, value in zip((model, net), given, strict=True):
+    images = [x.clone().requires_grad_() for _ in range(2)]
+    for call, value in zip((model, net), images, strict=True):
         largest, place = call(value)
         assert int(place) == 9
         largest.sum().backward()
-    assert torch.equal(given[0].grad, given[1].grad)  # type: ignore[arg-type]
+    assert torch.equal(images[0].grad, images[1].grad)  # type: ignore[arg-type]
 
 
 class _Places(nn.Module):

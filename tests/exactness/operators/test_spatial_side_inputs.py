@@ -54,9 +54,9 @@ def _embedded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     axes = draw(st.sampled_from([1, 2, 2, 3]))
     extents = tuple(draw(st.integers(4, 13 if axis < 2 else 5)) for axis in range(axes))
     stride, batch, how = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from(["add", "cat", "gate", "where"]))
-    kept = tuple((extent - 1) // stride + 1 if draw(st.integers(0, 3)) else 1 for extent in extents)
-    shape = (draw(st.sampled_from([1, 1, batch])), draw(st.sampled_from([1, 4])), *kept)
-    if how == "cat" and all(extent == 1 for extent in kept):
+    side_extents = tuple((extent - 1) // stride + 1 if draw(st.integers(0, 3)) else 1 for extent in extents)
+    shape = (draw(st.sampled_from([1, 1, batch])), draw(st.sampled_from([1, 4])), *side_extents)
+    if how == "cat" and all(extent == 1 for extent in side_extents):
         shape = (*shape[:2], *((extent - 1) // stride + 1 for extent in extents))
     elif how != "cat" and shape[0] == 1:
         shape = shape[draw(st.integers(0, 2)) :]
@@ -192,7 +192,7 @@ _CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _BesideConstant(nn.Module):
+class _ConstantBranch(nn.Module):
     """A constant of the image's size, added and concatenated: the first hidden state of a recurrent layer of convolutions."""
 
     def __init__(self, constant: Callable[[Tensor], Tensor]) -> None:
@@ -208,7 +208,7 @@ class _BesideConstant(nn.Module):
 
 @pytest.mark.parametrize("constant", _CONSTANTS)
 def test_a_constant_of_the_image_s_size_is_never_whole(constant: str) -> None:
-    model = seeded(lambda: _BesideConstant(_CONSTANTS[constant]))
+    model = seeded(lambda: _ConstantBranch(_CONSTANTS[constant]))
     report = assert_exact(model, image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"] and not report.plan.notes
     net = sft.compile(model, (2, 3, 21, 15), options=sft.Options(tile=(4, None)))
@@ -217,7 +217,7 @@ def test_a_constant_of_the_image_s_size_is_never_whole(constant: str) -> None:
         torch.testing.assert_close(net(x), model(x))
 
 
-class _BesideFew(nn.Module):
+class _TypedConstant(nn.Module):
     """A constant of a few numbers with the type and device of an image."""
 
     def __init__(self) -> None:
@@ -232,10 +232,10 @@ class _BesideFew(nn.Module):
 
 def test_a_constant_needs_no_more_of_an_image_than_its_type() -> None:
     """The image is not kept."""
-    report = assert_exact(seeded(_BesideFew), image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
+    report = assert_exact(seeded(_TypedConstant), image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["whole", "tiled"] and not report.plan.notes
     with torch.device("meta"):
-        model = _BesideFew()
+        model = _TypedConstant()
     with pytest.raises(sft.BudgetError) as caught:
         sft.plan(model, (1, 3, 1024, 1024), budget=1024)
     whole_bytes = 4 * 4 * 1024 * 1024

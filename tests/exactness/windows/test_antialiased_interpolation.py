@@ -43,9 +43,9 @@ def test_windows_and_weights_are_aten_s(
 ) -> None:
     length = length if scale is None else max(1, int(extent * scale))
     scale = None if scale is None or int(extent * scale) < 1 else scale
-    given: dict[str, Any] = {"size": (length, 3)} if scale is None else {"scale_factor": (scale, 1.0)}
+    size: dict[str, Any] = {"size": (length, 3)} if scale is None else {"scale_factor": (scale, 1.0)}
     x = torch.randn(1, 2, extent, 3, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=True, **given)
+    y = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=True, **size)
     gradient = torch.randn(y.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     (x_grad,) = torch.autograd.grad(y, x, gradient)
     is_double = dtype == torch.float64

@@ -84,13 +84,13 @@ class _SegNet(nn.Module):
         self.norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1](4) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        pooled = []
         for conv, pool in zip(self.down, self.pools, strict=True):
             size = conv(x)
             x, places = pool(size)
-            kept.append((places, size.shape))
+            pooled.append((places, size.shape))
         x = self.norm(x).tanh()
-        for conv, unpool, (places, shape) in zip(reversed(self.up), reversed(self.unpools), reversed(kept), strict=True):
+        for conv, unpool, (places, shape) in zip(reversed(self.up), reversed(self.unpools), reversed(pooled), strict=True):
             x = conv(unpool(x, places, output_size=shape))
         return x
 

@@ -244,16 +244,16 @@ def test_a_tile_adds_to_its_slots_or_replaces_them(tmp_path: Path) -> None:
     arguments = _weight_arguments(layer, problem, tile, torch.float32)
     empty, _ = weight_slots(problem.weight)
     module, function, options = _launches(layer)["dw"]
-    held = torch.randn(empty.shape, generator=torch.Generator().manual_seed(0))
+    contents = torch.randn(empty.shape, generator=torch.Generator().manual_seed(0))
     jobs: list[dict[str, Any]] = []
-    for start in (empty, held):
+    for start in (empty, contents):
         slots = {"weights": start.clone(), "biases": torch.zeros_like(start[..., 0, 0, 0])}
         call: dict[str, Any] = {"run": "launch", "module": module, "function": function, "results": ["weights"]}
         jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16)}})
-    slots = {"weights": held.clone(), "biases": torch.ones_like(held[..., 0, 0, 0])}
+    slots = {"weights": contents.clone(), "biases": torch.ones_like(contents[..., 0, 0, 0])}
     jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16), "accumulate": False}})
     (share,), (added,), (replaced,) = interpret(jobs, tmp_path)
-    assert torch.equal(added, share + held)
+    assert torch.equal(added, share + contents)
     assert torch.equal(replaced, share)
     assert bool((share[:, 0, 0, 0, 0] != 0).all()), "a split without pixels shows nothing here"
 

@@ -110,9 +110,11 @@ def _geometry(layer: _Layer, part: tuple[range, range, range], *, adjoint: bool 
         length = window.outputs(extent)
         source, needed = (length, window.writes(inner.start, inner.stop)) if adjoint else (extent, window.reads(inner.start, inner.stop))
         first, last = max(0, needed[0]) - 1, min(source, needed[1]) + 1
-        held = Span(start=first, size=last - first, extent=source)
+        buffer = Span(start=first, size=last - first, extent=source)
         result = Span(start=inner.start, size=len(inner), extent=extent if adjoint else length)
-        axes.append(TileAxis(input=result, output=held, window=window) if adjoint else TileAxis(input=held, output=result, window=window))
+        axes.append(
+            TileAxis(input=result, output=buffer, window=window) if adjoint else TileAxis(input=buffer, output=result, window=window)
+        )
     return VolumeGeometry(depth=axes[0], height=axes[1], width=axes[2])
 
 
@@ -252,12 +254,12 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
             module=_MODULES[launch],
             launch=launch,
             when=when,
-            arguments=given,
+            arguments=arguments,
             matrix=True,
             wide=wide,
             copied_operands=launch == "launch_conv3d",
         )
-        for launch, when, given, wide in launches
+        for launch, when, arguments, wide in launches
     ]
     singles = [in_fp32(gate, precision) for gate in gates if gate.when for precision in ("ieee", "tf32")]
     check_gates(gates + singles, tmp_path)

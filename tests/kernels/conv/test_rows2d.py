@@ -149,9 +149,9 @@ def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
             arguments = {"gradient": dy, "output": output, "geometry": geometry, "out": empty_buffer(2, num_in, geometry.input_size, dtype)}
             jobs.append(_job("launch_data_gradient", common | arguments, ["out"]))
     results = interpret(jobs, tmp_path)
-    for number, given in enumerate((problem.dy, problem.dy * (y > 0))):
+    for number, masked_dy in enumerate((problem.dy, problem.dy * (y > 0))):
         (dx,) = results[number]
-        truth, scale = (F.conv_transpose2d(sign(given), sign(problem.weight), padding=1) for sign in (lambda t: t, torch.abs))
+        truth, scale = (F.conv_transpose2d(sign(masked_dy), sign(problem.weight), padding=1) for sign in (lambda t: t, torch.abs))
         assert_nothing_else_written(dx, (dtype, number))
         assert_close(dx, truth, scale, 9 * _CHANNELS[1], (dtype, number))
     for place, tile in enumerate(tiles):
@@ -197,11 +197,11 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
             launch=launch,
             when=when,
             only=(90,),
-            arguments=given,
+            arguments=arguments,
             matrix=True,
             wide=launch == "launch_conv2d",
-            copied_operands=given.get("output") is None,
+            copied_operands=arguments.get("output") is None,
         )
-        for launch, given, when in launches
+        for launch, arguments, when in launches
     ]
     check_gates(gates, tmp_path)

@@ -290,7 +290,9 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
         ("launch_norm_sums", 80, backward | {"first": slots, "second": slots}),
         ("launch_norm_gradient", 90, backward | {"weight": vector, "back": (stat, stat), "out": x}),
     ]
-    check_gates([Gate(module="norm.norm_triton", launch=name, when=(when,), arguments=given) for name, when, given in launches], tmp_path)
+    check_gates(
+        [Gate(module="norm.norm_triton", launch=name, when=(when,), arguments=arguments) for name, when, arguments in launches], tmp_path
+    )
 
 
 @pytest.mark.gpu

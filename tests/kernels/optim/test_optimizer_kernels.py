@@ -95,12 +95,12 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = []
     expected: list[dict[str, Tensor | None]] = []
     for options, dtype in [*((options, torch.float32) for options in _SGD), (_SGD[1], torch.float16)]:
-        ours, held = _draw(0), _state(options)
+        ours, states = _draw(0), _state(options)
         parameter, state, copy = ours.clone(), _state(options), torch.zeros(_SIZE, dtype=torch.float16)
         for step in range(3):
             gradient = _draw(step + 1, dtype)
             _sgd_step(parameter, gradient, **state, first=step == 0, **options)
-            arguments = {"parameter": ours, "gradient": gradient, **held, "copy": copy, "first": step == 0, **_SGD_DEFAULTS, **options}
+            arguments = {"parameter": ours, "gradient": gradient, **states, "copy": copy, "first": step == 0, **_SGD_DEFAULTS, **options}
             results = ["parameter", "momentum_buffer", "copy"]
             call = {"run": "launch", "module": "sft.kernels.optim.optimizers_triton", "function": "launch_sgd", "results": results}
             jobs.append(call | {"arguments": arguments})

@@ -219,11 +219,11 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     gates = []
     for adjoint, when in ((False, 80), (True, 90)):
         height, width = _whole_tables(resize, adjoint=adjoint, device="meta")
-        given = {"x": out if adjoint else x, "out": x if adjoint else out, "height": height, "width": width}
-        gates.append(Gate(module="resize.resize_triton", launch="launch_resize", when=(when,), arguments=given))
+        arguments = {"x": out if adjoint else x, "out": x if adjoint else out, "height": height, "width": width}
+        gates.append(Gate(module="resize.resize_triton", launch="launch_resize", when=(when,), arguments=arguments))
         sides = zip(("height", "width"), resize.axes, strict=True)
         axes = {name: LinearAxis(factor=2, extent=axis.extent, is_adjoint=adjoint) for name, axis in sides}
-        gates.append(Gate(module="resize.linear_triton", launch="launch_linear_resize", when=(when,), arguments=given | axes))
+        gates.append(Gate(module="resize.linear_triton", launch="launch_linear_resize", when=(when,), arguments=arguments | axes))
     check_gates(gates, tmp_path)
 
 

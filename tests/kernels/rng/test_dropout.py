@@ -128,8 +128,8 @@ def test_temporaries_are_small(shape: _Shape) -> None:
 def test_rate(kind: MaskKind, p: float) -> None:
     """The number of kept elements is within five standard deviations of a binomial's mean."""
     shape = (2, 50, 40, 50) if kind == "element" else (20, 10_000, 1, 1)
-    kept = int(keep_mask(shape, extents=shape, origin=(0, 0, 0), **_rule(kind, p, seed=1)).sum())
-    assert abs(kept - 200_000 * (1 - p)) <= 5 * math.sqrt(200_000 * p * (1 - p))
+    num_nonzero = int(keep_mask(shape, extents=shape, origin=(0, 0, 0), **_rule(kind, p, seed=1)).sum())
+    assert abs(num_nonzero - 200_000 * (1 - p)) <= 5 * math.sqrt(200_000 * p * (1 - p))
 
 
 def test_masks_are_unrelated() -> None:

@@ -53,15 +53,15 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
 
 @needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
-    kept, new, whole = (meta_image(64, torch.bfloat16, (rows, 4096), 2) for rows in (2, 64, 66))
+    carried, new, whole = (meta_image(64, torch.bfloat16, (rows, 4096), 2) for rows in (2, 64, 66))
     parts = (whole[:, :, :2], whole[:, :, 2:])
-    panel = [image[:, :, :, 1:-1] for image in (kept, new, *parts)]
+    panel = [image[:, :, :, 1:-1] for image in (carried, new, *parts)]
     gates = [
         Gate(
             module="rows.rows_triton",
             launch="launch_move_rows",
             when=(90,),
-            arguments={"moves": [(kept, parts[0], False), (new, parts[1], False)]},
+            arguments={"moves": [(carried, parts[0], False), (new, parts[1], False)]},
         ),
         Gate(module="rows.rows_triton", launch="launch_move_rows", arguments={"moves": [(panel[2][..., ::2], panel[0][..., ::2], True)]}),
     ]

@@ -62,8 +62,8 @@ def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[lis
         made.append(sum(problem.sized.value_bytes(name) for name in makes if name not in away))
         # Two buffers of a reader and the strip of the gradient; one strip of each result, or of its gradient.
         share = min(1.0, choice.strip_rows / problem.sized.run_height(choice.nodes)) * choice.batch_tile / problem.sized.num_batch
-        read, given = (sum(problem.sized.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
-        strips.append(share * ((2 + problem.sized.training) * read + given))
+        read, made_bytes = (sum(problem.sized.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
+        strips.append(share * ((2 + problem.sized.training) * read + made_bytes))
     return made, strips, stream_seconds(problem, with_streamed(choices, streamed))
 
 
@@ -71,8 +71,8 @@ def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
     operands = {operand for name in names for operand in problem.sized.graph[name].operands}
     made = problem.resources.host_outputs.intersection(names)
     loaded = (problem.resources.host_outputs & operands & problem.sized.requires_grad) - made
-    held = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in made)
-    return held + sum(map(problem.sized.grad_bytes, loaded))
+    made_bytes = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in made)
+    return made_bytes + sum(map(problem.sized.grad_bytes, loaded))
 
 
 class _Twice(nn.Module):

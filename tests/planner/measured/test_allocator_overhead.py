@@ -373,12 +373,12 @@ def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
     """Libraries search for algorithms on each thread, and the memory of that search is not part of a plan."""
-    there: list[torch.device] = []
+    devices: list[torch.device] = []
     tried = []
     measure = OverheadEstimator._measure
 
     def note(device: torch.device, work: Callable[[], None]) -> None:
-        there.append(device)
+        devices.append(device)
         run_on_autograd_thread(device, work)
 
     def count(overheads: OverheadEstimator, *programs: Any) -> Any:
@@ -389,7 +389,7 @@ def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytes
     monkeypatch.setattr(OverheadEstimator, "_measure", count)
     with torch.set_grad_enabled(training):
         sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None)))
-    assert tried and len(there) == (len(tried) if training else 0)
+    assert tried and len(devices) == (len(tried) if training else 0)
 
 
 def test_errors_on_autograds_thread_are_the_callers() -> None:

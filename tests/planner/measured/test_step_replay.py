@@ -100,15 +100,15 @@ def _outside(resident: list[int], recorded: RecordedTensors, image_bytes: int, *
     for num_bytes in [*recorded.inputs, *recorded.others]:
         allocator.allocate(num_bytes)
     for _ in range(2):
-        image, kept = allocator.allocate(image_bytes), []
+        image, gradients = allocator.allocate(image_bytes), []
         for group in recorded.copied:
             blocks = [allocator.allocate(num_bytes) for num_bytes in group]
             if accumulate:
                 for block in blocks:
                     allocator.free(block)
             else:
-                kept += blocks
-        for block in [image, *kept]:
+                gradients += blocks
+        for block in [image, *gradients]:
             allocator.free(block)
     return allocator.peak_reserved_bytes
 

@@ -32,9 +32,9 @@ def test_a_recomputing_plan_is_drawn_op_by_op() -> None:
     model, options = seeded(TinyUNet), sft.Options(strategy="revolve")
     plan = sft.plan(model, _SHAPE, budget=least_budget(model, _SHAPE, options=options), options=options)
     memory, moves = plan_figure(plan).axes
-    (held, budget) = memory.get_lines()
+    (curve, budget) = memory.get_lines()
     assert np.asarray(budget.get_ydata()).tolist() == [plan.budget_bytes / 2**10] * 2  # in KiB
-    seconds = np.asarray(held.get_xdata())
+    seconds = np.asarray(curve.get_xdata())
     assert len(seconds) == 2 * len(plan.timeline.entries) and seconds[-1] == pytest.approx(plan.estimated_seconds)
     heights = [np.asarray(path.vertices)[:, 1].max() for fill in memory.collections for path in fill.get_paths()]
     assert max(heights) == pytest.approx(plan.total_bytes / 2**10) and min(heights) == pytest.approx(plan.resident_bytes / 2**10)

@@ -56,12 +56,12 @@ def slide(tmp_path: Path) -> tuple[SlideRecord, Pixels]:
 
 def test_masks_of_the_table_paint_and_crop(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
     record, pixels = slide
-    kept = np.zeros((20, 18), np.uint8)
-    kept[5:12, 3:10] = kept[14, 12] = 7  # eight px of the slide each
-    PillowImage.fromarray(kept).save(tmp_path / "m.png")
-    np.save(tmp_path / "m.npy", np.repeat(np.repeat(kept, 16, 0), 16, 1))  # finer than the slide
-    write_geojson(tmp_path / "m.geojson", TissueMask(pixels=kept > 0, width_px=144, height_px=160))
-    inside = np.repeat(np.repeat(kept > 0, 8, 0), 8, 1)
+    labels = np.zeros((20, 18), np.uint8)
+    labels[5:12, 3:10] = labels[14, 12] = 7  # eight px of the slide each
+    PillowImage.fromarray(labels).save(tmp_path / "m.png")
+    np.save(tmp_path / "m.npy", np.repeat(np.repeat(labels, 16, 0), 16, 1))  # finer than the slide
+    write_geojson(tmp_path / "m.geojson", TissueMask(pixels=labels > 0, width_px=144, height_px=160))
+    inside = np.repeat(np.repeat(labels > 0, 8, 0), 8, 1)
     expected = np.where(inside[..., None], pixels, np.uint8(255))
     for name in ("m.png", "m.npy", "m.geojson"):
         masked = replace(record, mask=tmp_path / name)

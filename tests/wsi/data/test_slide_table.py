@@ -204,9 +204,9 @@ def test_duplicate_keys_and_files_that_are_no_text(tmp_path: Path) -> None:
 
 def test_paths_stay_below_the_root(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    for given in ("../secret.svs", "x/../../secret.svs", str(tmp_path / "secret.svs"), "../root2/a.svs"):
-        table = _table(tmp_path, f"slide,label\n{given},x\n", "secret.svs", "root2/a.svs", "root/in.svs")
-        assert "outside of" in _problems(table, root=root)[0], given
+    for path in ("../secret.svs", "x/../../secret.svs", str(tmp_path / "secret.svs"), "../root2/a.svs"):
+        table = _table(tmp_path, f"slide,label\n{path},x\n", "secret.svs", "root2/a.svs", "root/in.svs")
+        assert "outside of" in _problems(table, root=root)[0], path
     table = _table(tmp_path, "slide,label\nx/../in.svs,x\n")
     assert read_table(table, TaskConfig(), root=root).records[0].path == root / "in.svs"
 

@@ -380,5 +380,5 @@ def test_torchrun_passes_every_option() -> None:
     names.add("--trust")
     assert {"--run", "--folder", "--config", "--ranks.bands"} <= names
     for name in sorted(names - {"--run"}):
-        given = ["train", name, "x"]
-        assert launcher.parse_args(["--nproc-per-node", "2", "-m", "sft.wsi", *given]).training_script_args == given
+        arguments = ["train", name, "x"]
+        assert launcher.parse_args(["--nproc-per-node", "2", "-m", "sft.wsi", *arguments]).training_script_args == arguments

@@ -7,7 +7,8 @@ caller's layout; a kernel reads a channels-last copy of them, which the program 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ import torch
 from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
+from sft.backends.pattern import MatchContext, Rewrite
 from sft.lower.concat import cat_slices
 from sft.lower.custom_ops.statistics import affine_channels
-from sft.lower.custom_ops.windows import average_pool_gradient, max_pool_of_one_channel
+from sft.lower.custom_ops.windows import RowMajorCall, average_pool_gradient, max_pool_of_one_channel
 from sft.lower.program import Instruction, Port, Slot
 
-__all__ = ["channels_last_slots"]
+__all__ = ["channels_last_slots", "match_large_images"]
 
 aten = torch.ops.aten
 
@@ -56,6 +58,17 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.upsample_bilinear2d.default: 0,
     aten.upsample_nearest2d.default: 0,
 }
+#: Operators whose CUDA kernels for channels last count elements in 32 bits. They fail, or leave elements out, where those for row-major
+#: images do not (pytorch/pytorch#141831, #185788).
+_INDEXED_OPS = (
+    aten.max_pool2d_with_indices_backward.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_nearest2d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+)
+#: Elements of an image from which they do.
+_MIN_LARGE_ELEMENTS = 2**31 - 1
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -72,6 +85,24 @@ def channels_last_slots(def_use: DefUse, laid_out: Collection[Port]) -> frozense
             if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, channels_last)):
                 channels_last.add(out.number)
     return frozenset(channels_last)
+
+
+def match_large_images(context: MatchContext) -> Iterator[Rewrite]:
+    """Calls on a CUDA device whose kernels for channels last cannot index all elements: they get row-major copies."""
+    if context.fusion_device is None:
+        return
+    for function in _INDEXED_OPS:
+        for at, call in list(context.unclaimed_calls(function)):
+            (out,) = call.outputs
+            if out is None:
+                continue
+            images = [slot for slot in slots_in(call.arguments) if len(slot.shape) == 4]
+            # The gradient of a pool counts the elements of the result's gradient alone.
+            indexed = images[:1] if function is aten.max_pool2d_with_indices_backward.default else [*images, out]
+            if max(math.prod(slot.shape) for slot in indexed) >= _MIN_LARGE_ELEMENTS:
+                operator = RowMajorCall(str(function.overloadpacket).removeprefix("aten."))
+                scratch_bytes = sum(slot.num_bytes for slot in (*images, out))
+                yield Rewrite(removed=frozenset((at,)), inserted={at: (call._replace(function=operator, scratch_bytes=scratch_bytes),)})
 
 
 def _is_channels_last_slot(instruction: Instruction, known: Collection[int]) -> bool:

@@ -22,7 +22,7 @@ from sft.backends.library_fusion import (
     match_convolution_relus,
     match_frozen_norm_image_gradients,
 )
-from sft.backends.memory_format import channels_last_slots
+from sft.backends.memory_format import channels_last_slots, match_large_images
 from sft.backends.norms import (
     match_affine_gradients,
     match_affines,
@@ -60,6 +60,7 @@ _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_padded_average_pool_gradients,
     match_single_maxima,
     match_infinite_maxima,
+    match_large_images,
 )
 #: Larger groups first: an instruction belongs to the first rewrite that matches it.
 _PATTERNS: tuple[Pattern, ...] = (

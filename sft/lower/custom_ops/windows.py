@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sft.analysis.ir.ops.transposed import TransposedWindow
 from sft.common.interval import Interval
 
 __all__ = [
+    "RowMajorCall",
     "average_pool_gradient",
     "border_rows",
     "circular_pad",
@@ -26,6 +28,23 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class RowMajorCall:
+    """An operator of ATen on row-major copies of images, with a result channels last.
+
+    Attributes:
+        operator: its name, such as ``upsample_bilinear2d``; it has one result.
+    """
+
+    operator: str
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Call the operator."""
+        copies = (each.contiguous() if isinstance(each, Tensor) and each.dim() == 4 else each for each in arguments)
+        result: Tensor = getattr(aten, self.operator).default(*copies)
+        return result.contiguous(memory_format=torch.channels_last)
 
 
 def average_pool_gradient(

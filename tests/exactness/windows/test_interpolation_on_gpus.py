@@ -229,3 +229,6 @@ def test_matrices_are_those_of_the_device(axes: tuple[list[int], list[int], list
         result = F.interpolate(rows, mode=mode, **how)
         along = result[(0, 0, *(slice(None) if other == axis else 0 for other in range(len(extents))))]
         assert along.tolist() == sampling.forward.start.tolist()
+        (grad,) = torch.autograd.grad(along.sum(), rows)
+        lines = grad.movedim(2 + axis, 0).flatten(1).sum(1)  # each result row is in the gradient of one row along the other axes
+        assert lines.tolist() == (sampling.adjoint.stop - sampling.adjoint.start).tolist()

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import nn
 
 import sft
 from sft.api.pareto import PlanningSession
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain, seeded
 from tests.helpers.random_networks import Wild, WildNet, wilds
 from tests.helpers.wsi import TinyNet
 
-_FEW = settings(max_examples=max(8, (settings.default or settings()).max_examples // 4), suppress_health_check=[HealthCheck.too_slow])
+_FEW = at_most(8, one_in=4)
 
 
 def _assert_smallest(model: nn.Module, inputs: Any, options: sft.Options | None = None) -> int:

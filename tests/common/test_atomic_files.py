@@ -160,6 +160,7 @@ def test_one_owner_until_the_last_reference(tmp_path: Path) -> None:
     lock_file(path, creates=False).close()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_child_that_closes_its_copy_does_not_release_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "file"
     owner = lock_file(path, creates=True)
@@ -174,6 +175,7 @@ def test_a_child_that_closes_its_copy_does_not_release_the_lock(tmp_path: Path) 
     lock_file(path, creates=False).close()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_file_that_was_renamed_away_is_another_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     old = lock_file(path, creates=True)
@@ -186,6 +188,7 @@ def test_a_file_that_was_renamed_away_is_another_file(tmp_path: Path) -> None:
     lock_file(path, creates=False).close()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_read_only_file_can_be_locked(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")

@@ -57,6 +57,7 @@ def test_empty_block_and_empty_tensors_count_nothing() -> None:
     assert empty.numel() == 0
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_view_counts_no_bytes_but_keeps_its_base() -> None:
     with measure_peak() as peak:
         base = torch.empty(7, 3, 5)
@@ -141,6 +142,7 @@ def test_resize_counts_the_new_size() -> None:
         assert peak.current_bytes == 0
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_tensor_of_autograd_alone_counts() -> None:
     weight = torch.ones(41, requires_grad=True)
     with measure_peak() as peak:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from tests.helpers.band_checks import check_bands, mesh_of
 from tests.helpers.dag_nets import Conv, Dag, DagNet, MaxPool
 from tests.helpers.dags import dags
 from tests.helpers.exactness import gradient_errors
+from tests.helpers.examples import at_most
 from tests.helpers.models import ConvNet, Residual, image, seeded
 from tests.helpers.poison import poisoned
 from tests.helpers.ranks import Ranks
@@ -58,7 +59,7 @@ _ONE_ROW = Dag(
 )
 
 
-@settings(max_examples=max(5, settings().max_examples // 5))
+@at_most(5, one_in=5)
 @example(case=(_ONE_ROW, sft.Options(tile=(5, 16)), "band"))
 @given(case=_cases())
 def test_any_dag_on_two_bands(pair: Ranks, case: tuple[Dag, sft.Options, str]) -> None:

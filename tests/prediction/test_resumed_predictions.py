@@ -258,6 +258,7 @@ def test_the_journal_lies_next_to_the_first_file(net: nn.Module, pixels: npt.NDA
     assert [path.name for path in tmp_path.iterdir()] == ["map.npy"]
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_one_process_at_a_time_and_sources_with_an_identity(net: nn.Module, pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:
     journal = interrupt(net, ArrayImage(pixels), tmp_path, 20)
     with lock_file(journal, creates=False), pytest.raises(sft.SourceError, match="this process writes this prediction"):

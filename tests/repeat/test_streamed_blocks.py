@@ -557,6 +557,7 @@ def test_damaged_counts_are_reported(text: str, tmp_path: Path) -> None:
             ours.close()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 @pytest.mark.parametrize("kind", ["repeat", "compiled"])
 def test_the_second_model_of_a_file_is_refused_and_readers_are_not(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import materialize
 from sft.planner.search.tiled import CandidateGrid
 from sft.runtime.tiled_segment import TiledSegment
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.plans import least_budget
 from tests.helpers.problems import problem_of
@@ -134,7 +135,7 @@ def test_estimates_without_a_backward_pass_free_values_after_their_last_reader()
     assert grid.last.peak_bytes == pytest.approx(exact, rel=0.35)
 
 
-@settings(max_examples=10)
+@at_most(10)
 @given(
     wild=wilds(max_wishes=6, kinds=tuple(kind for kind in KINDS if kind != "norm")),
     rows=st.integers(1, 9),

@@ -245,6 +245,7 @@ def _slabs(net: Any) -> HostSlabPool:
     return pool
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     model = seeded(Normed).eval()
     options = sft.Options(strategy="offload-dp")
@@ -271,6 +272,7 @@ def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     assert len(_slabs(net)._free) == 2
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_slab_is_returned_after_every_end_of_a_step() -> None:
     net, _ = _offloading()
     x = image(*_SHAPE)

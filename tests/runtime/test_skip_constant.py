@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ import sft
 from sft.analysis.tiling.constant_strips import is_constant_per_strip
 from tests.helpers.constant_strips import assert_exact_skipping, banded_image
 from tests.helpers.exactness import relative_error
+from tests.helpers.examples import at_most
 
 MODELS: dict[str, Any] = {}
 
@@ -146,7 +147,7 @@ def test_a_band_of_background_is_left_out_exactly(name: str) -> None:
     assert skipping.flops < skipping.plan.flops
 
 
-@settings(max_examples=max(5, settings().max_examples // 8), deadline=None)
+@at_most(5, one_in=8)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     size=st.tuples(st.integers(40, 80), st.integers(10, 30)),

@@ -23,6 +23,7 @@ from sft import InputError, SourceError
 from sft.common.interval import Interval
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.sources import ArraySource, StripReader
+from tests.helpers.sources import reader_threads
 
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 
@@ -34,8 +35,7 @@ def threads() -> list[threading.Thread]:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    gc.collect()
-    assert threads() == []
+    assert reader_threads() == []
 
 
 class Counting:
@@ -210,6 +210,7 @@ def test_an_error_of_the_consumer_ends_the_thread() -> None:
     assert threads() == []
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_forgotten_reader_ends_its_thread() -> None:
     reader = StripReader(Counting(40), strips_of(40, 4, 0))
     next(reader)

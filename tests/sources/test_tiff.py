@@ -385,6 +385,7 @@ def test_pickling_carries_no_handle(fast: TiffImage) -> None:
     assert copy._opened is None and _sum_of(copy) == _sum_of(fast)
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_closed_and_forgotten_files_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "slide.tif"
     write_slide(path, tissue_like(100, 130))

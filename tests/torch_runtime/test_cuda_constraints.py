@@ -157,6 +157,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
         assert any("Resize" in name for name in names) and not any("upsample" in name for name in names)
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the requested bytes are locked, once, and unlocked with the memory."""
     locked: dict[int, int] = {}

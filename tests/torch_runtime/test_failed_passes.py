@@ -47,7 +47,6 @@ def _network() -> nn.Module:
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """No garbage collection, which would free the memory after some time."""
-    gc.collect()
     gc.disable()
     try:
         yield

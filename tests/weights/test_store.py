@@ -261,6 +261,7 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["w"]
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_store_that_replaces_another_takes_its_lock_over(tmp_path: Path) -> None:
     path = tmp_path / "w"
     old = DiskStore.create(path, _EQUAL, _fill)

@@ -474,6 +474,7 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_run_folder_belongs_to_one_process(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunFolder(trained / "run"):
         assert main(["train", "--config", str(trained / "c.yaml")]) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from sft.analysis.passes import fold_norms
 from sft.analysis.passes.pipeline import run_passes
 from sft.cli.tune import STANDARD_NETWORKS
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.plans import least_budget
 
 _FROZEN = "aten._native_batch_norm_legit_no_training.default"
@@ -70,7 +71,7 @@ def _targets(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
     return [node.target for node in run_passes(captured.graph).operators]
 
 
-@settings(max_examples=8, deadline=None)
+@at_most(8)
 @given(height=st.integers(24, 60), width=st.integers(16, 40), rows=st.integers(3, 16), batch=st.integers(1, 3), seed=st.integers(0, 9))
 def test_folded_networks_are_exact(height: int, width: int, rows: int, batch: int, seed: int) -> None:
     torch.manual_seed(seed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 import sft
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags, tilings
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -20,7 +21,7 @@ def _cases(draw: st.DrawFn) -> tuple[Dag, sft.Options]:
     return dag, draw(tilings(dag))
 
 
-@settings(max_examples=max(10, settings().max_examples // 2))
+@at_most(10, one_in=2)
 @given(case=_cases())
 def test_any_dag_any_tiling(case: tuple[Dag, sft.Options]) -> None:
     dag, options = case

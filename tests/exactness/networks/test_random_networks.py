@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import InexactError, assert_exact, rounding_of_eager
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.random_networks import Wild, WildNet, Wish, assert_wild_exact, wild_budget, wild_plannings, wild_tilings, wilds
 
 
-@settings(max_examples=max(6, settings().max_examples // 15), suppress_health_check=list(HealthCheck))
+@settings(at_most(6, one_in=15), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_random_network_is_exact(data: st.DataObject) -> None:
     wild = data.draw(wilds(), label="network")

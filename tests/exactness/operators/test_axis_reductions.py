@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import AroundFunction, assert_exact_in_strips, assert_streams, cases
 from tests.helpers.plans import least_budget
@@ -108,7 +109,7 @@ def test_the_reduced_volume_is_not_kept() -> None:
     assert least_budget(_Projection(), (1, 1, 128, 128, 128)) < 4 * 128**3 * 4
 
 
-@settings(max_examples=6)
+@at_most(6)
 @given(data=st.data())
 def test_any_size_and_tiling(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from((2, 2, 3)))

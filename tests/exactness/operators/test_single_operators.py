@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import Around, chain, image, seeded
 
 captures = one_capture_a_model("tiles", "rows", "state_every", "batch_tile")
@@ -227,7 +228,7 @@ def test_state_every_and_batch_tile(state_every: int | None, batch_tile: int) ->
     _check(seeded(lambda: Around(nn.MaxPool2d(3, 2, 1))), 3, state_every, batch_tile)
 
 
-@settings(max_examples=7)
+@at_most(7)
 @given(
     height=st.integers(7, 41),
     width=st.integers(7, 19),

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.plans import assert_tiled, least_budget
 from tests.helpers.tilings import is_tiled, tiled_options
@@ -100,7 +101,7 @@ def _cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return seeded(lambda: _BLOCKS[block](axes)), image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=4)
+@at_most(4)
 @given(case=_cases())
 def test_any_product_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.tilings import tiled_options
 
@@ -66,7 +67,7 @@ def _embedded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(batch, 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=6)
+@at_most(6)
 @given(case=_embedded())
 def test_any_embedding_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.tilings import is_tiled, tiled_options
 
@@ -33,7 +34,7 @@ class Pooled(nn.Module):
 _AVERAGES: dict[int, Any] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
 
 
-@settings(max_examples=7)
+@at_most(7)
 @given(data=st.data())
 def test_any_adaptive_average(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from([1, 2, 2, 3]))
@@ -62,7 +63,7 @@ def test_windows_of_much_of_the_image_run_whole() -> None:
 _MAXIMA: dict[int, Any] = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
 
 
-@settings(max_examples=7)
+@at_most(7)
 @given(data=st.data())
 def test_any_adaptive_maximum(data: st.DataObject) -> None:
     """The convolution's ReLU makes ties, which the first element of a window wins."""

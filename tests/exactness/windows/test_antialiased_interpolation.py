@@ -15,6 +15,7 @@ from torch import Tensor
 import sft
 from sft.analysis.ir.ops.resize_matrix import AxisResampling, BandedMatrix, ResamplingKind
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import AroundFunction
 from tests.helpers.tilings import is_tiled, tiled_options
@@ -72,7 +73,7 @@ def _cases(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, int], sft.Option
     return how, extents, draw(tiled_options(extents)), draw(st.integers(1, 2))
 
 
-@settings(max_examples=5)
+@at_most(5)
 @given(case=_cases())
 def test_any_antialiased_resampling_any_tiling(case: tuple[dict[str, Any], tuple[int, int], sft.Options, int]) -> None:
     how, extents, options, batch = case

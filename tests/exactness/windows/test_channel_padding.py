@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import assert_exact_in_strips, assert_streams
 from tests.helpers.tilings import tiled_options
@@ -172,7 +173,7 @@ def _padded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=8)
+@at_most(8)
 @given(case=_padded())
 def test_any_padding_of_channels_and_axes(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain, image, seeded
 from tests.helpers.operator_cases import AroundFunction, assert_streams
 from tests.helpers.plans import assert_tiled
@@ -45,7 +46,7 @@ def _padded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=6)
+@at_most(6)
 @given(case=_padded())
 def test_any_circular_padding(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case

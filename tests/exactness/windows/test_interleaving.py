@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import assert_exact_in_strips, assert_streams
 from tests.helpers.tilings import tiled_options
@@ -107,7 +108,7 @@ class _Written(nn.Module):
         return out
 
 
-@settings(max_examples=10)
+@at_most(10)
 @given(data=st.data())
 def test_any_step_and_tiling(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from([1, 2, 2, 3]))

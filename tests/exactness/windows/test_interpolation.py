@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.common.interval import Interval
 from sft.lower.rules.resampled_range import ResampledRange
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain, image, seeded
 from tests.helpers.tilings import is_tiled, tiled_options
 
@@ -83,7 +84,7 @@ def _cases(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
     return seeded(lambda: Net(how, axes, kernel, skip=skip)), x, draw(tiled_options(extents))
 
 
-@settings(max_examples=7)
+@at_most(7)
 @given(case=_cases())
 def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -130,7 +131,7 @@ def _powers(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
     return seeded(lambda: Net(how, axes, draw(st.sampled_from([1, 3])), skip=draw(st.booleans()))), x, draw(tiled_options(sizes))
 
 
-@settings(max_examples=10)
+@at_most(10)
 @given(case=_powers())
 def test_powers_of_two_are_interpolated_by_aten(case: tuple[Net, Tensor, sft.Options]) -> None:
     """In strips, panels and tiles of any number of samples; nothing is gathered."""
@@ -226,7 +227,7 @@ def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
     assert is_tiled(report.plan, "upsample")
 
 
-@settings(max_examples=12)
+@at_most(12)
 @given(
     kind=st.sampled_from(["nearest", "nearest exact", "linear", "cubic", "window"]),
     extent=st.integers(1, 200),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.tilings import is_tiled, tiled_options
 
@@ -50,7 +51,7 @@ def _pooled(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return seeded(lambda: _Places(axes, **how)), image(draw(st.integers(1, 2)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=4)
+@at_most(4)
 @given(case=_pooled())
 def test_indices_are_those_of_the_full_image(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -106,7 +107,7 @@ def _segnets(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(draw(st.integers(1, 2)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=5)
+@at_most(5)
 @given(case=_segnets())
 def test_any_unpooling_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case

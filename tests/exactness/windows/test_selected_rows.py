@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from sft.planner.plan import Plan
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.tilings import tiled_options
 
@@ -84,7 +85,7 @@ def test_the_last_value_of_a_signal() -> None:
     assert any(segment.mode == "tiled" and {"conv1d", "select"} <= set(segment.nodes) for segment in report.plan.segments)
 
 
-@settings(max_examples=6)
+@at_most(6)
 @given(data=st.data())
 def test_any_row_and_tiling(data: st.DataObject) -> None:
     extents = tuple(data.draw(st.integers(2, 10)) for _ in range(2))

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.operator_cases import assert_exact_in_strips, assert_streams
 from tests.helpers.tilings import tiled_options
@@ -142,7 +143,7 @@ def test_an_assignment_to_a_view_takes_the_bytes_of_the_view(name: str) -> None:
     assert_exact(model, x, options=sft.Options(tile=(4, None)), steps=1)
 
 
-@settings(max_examples=8)
+@at_most(8)
 @given(data=st.data())
 def test_any_slice_and_tiling(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from([1, 2, 2, 3]))

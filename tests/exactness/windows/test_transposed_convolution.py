@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain, image, seeded
 from tests.helpers.plans import assert_tiled
 
@@ -223,7 +224,7 @@ def _uses(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=8)
+@at_most(8)
 @given(data=st.data(), count=st.sampled_from([1, 2, 2, 3]), use=_uses())
 def test_any_use(data: st.DataObject, count: int, use: dict[str, Any]) -> None:
     most = {1: 40, 2: 14, 3: 5}[count]

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sft
 from tests.helpers.exactness import assert_exact
+from tests.helpers.examples import at_most
 from tests.helpers.models import image, seeded
 from tests.helpers.plans import assert_tiled
 
@@ -68,7 +69,7 @@ class _Windows(nn.Module):
 _PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
-@settings(max_examples=12)
+@at_most(12)
 @given(
     back=st.booleans(),
     kernel=_PAIRS,
@@ -94,7 +95,7 @@ def test_windows_in_strips(
     assert_tiled(report, "im2col", *["col2im"] * back)
 
 
-@settings(max_examples=6)
+@at_most(6)
 @given(
     kernel=_PAIRS,
     step=_PAIRS,

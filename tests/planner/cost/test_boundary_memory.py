@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from sft.planner.sized_graph import SizedGraph
 from sft.planner.streamed_cuts import stream_seconds, streamable_values, with_streamed
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
+from tests.helpers.examples import at_most
 from tests.helpers.host_cuts import Normed
 from tests.helpers.models import chain, seeded
 from tests.helpers.problems import problem_of, with_resources
@@ -102,7 +103,7 @@ def test_candidates_of_networks(make: type[nn.Module], training: bool, streams: 
         _check(problem, num_panels, streams=streams)
 
 
-@settings(max_examples=max(5, settings().max_examples // 4))
+@at_most(5, one_in=4)
 @given(dag=dags(), training=st.booleans(), streams=st.booleans(), on_host=st.booleans(), num_panels=st.integers(1, 3))
 def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_host: bool, num_panels: int) -> None:
     shape = tuple(dag.image().shape)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,6 +22,7 @@ from sft.planner.problem import PlanningProblem
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain, seeded
 from tests.helpers.problems import problem_of, with_resources, with_sized
 
@@ -104,7 +105,7 @@ def test_equal_blocks_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many == few
 
 
-@settings(max_examples=max(5, settings().max_examples // 4))
+@at_most(5, one_in=4)
 @given(dag=dags(), num_panels=st.integers(1, 2), on_host=st.booleans())
 def test_grids_equal_those_without_sharing_between_runs(dag: Dag, num_panels: int, on_host: bool) -> None:
     shape = tuple(dag.image().shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,12 +18,13 @@ from sft.planner.materialize import least_peak_bytes, materialize
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
+from tests.helpers.examples import at_most
 from tests.helpers.models import chain
 from tests.helpers.problems import problem_of, with_resources
 
 
 @given(dags(), st.booleans(), st.booleans(), st.booleans(), st.data())
-@settings(max_examples=20)
+@at_most(20)
 def test_no_bound_exceeds_the_projected_peak(dag: Dag, training: bool, reads: bool, on_host: bool, data: st.DataObject) -> None:
     batch, channels, height_px, width_px = dag.image().shape
     problem = problem_of(DagNet(dag).float(), (batch, channels, height_px, width_px), training=training, passes=run_passes)

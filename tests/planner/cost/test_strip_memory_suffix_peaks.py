@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sft.analysis.passes.pipeline import run_passes
@@ -14,6 +14,7 @@ from sft.planner.cost.strip_memory import suffix_peaks
 from sft.planner.projection import plain_programs
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
+from tests.helpers.examples import at_most
 from tests.helpers.problems import problem_of
 
 
@@ -31,7 +32,7 @@ def _peak(instructions: Sequence[Instruction], inside: frozenset[str]) -> int:
     return most
 
 
-@settings(max_examples=max(5, settings().max_examples // 4))
+@at_most(5, one_in=4)
 @given(dag=dags(), training=st.booleans(), data=st.data())
 def test_any_suffix_of_any_network(dag: Dag, training: bool, data: st.DataObject) -> None:
     shape = tuple(dag.image().shape)

@@ -38,6 +38,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     capsys.readouterr()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_refused_run_leaves_the_run_that_is_there(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         with pytest.raises(RunFolderError, match="in use by this process"), RunFolder(tmp_path / "run"):
@@ -49,6 +50,7 @@ def test_a_refused_run_leaves_the_run_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").exists() and (tmp_path / "run" / ".lock").exists()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_lock_of_a_removed_file_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is refused removes its lock file at the moment when another one opens it."""
     import fcntl

@@ -187,8 +187,9 @@ def test_pages_that_were_read_are_released(tmp_path: Path, layout: Any) -> None:
     np.save(tmp_path / "image.npy", pixels)
     source = ArraySource(tmp_path / "image.npy", layout=layout)
     most = 0
-    for _ in StripReader(source, [Interval(top, top + 128) for top in range(0, 8192, 128)]):
-        most = max(most, mapped_bytes(tmp_path / "image.npy"))
+    for number, _ in enumerate(StripReader(source, [Interval(top, top + 128) for top in range(0, 8192, 128)])):
+        if number % 4 == 3:  # the list of all mappings of this process takes long
+            most = max(most, mapped_bytes(tmp_path / "image.npy"))
     # In each plane, a huge page of the kernel's cache on either side may be mapped with the accessed ones.
     assert most < pixels.nbytes / 2 and mapped_bytes(tmp_path / "image.npy") < pixels.nbytes / 8
 

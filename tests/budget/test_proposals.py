@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -36,13 +37,19 @@ def _refusal(model: nn.Module, inputs: object, budget: int | str, **arguments: o
     return caught.value
 
 
+@functools.cache
+def _normed_and_refusal(budget: int | str) -> tuple[nn.Module, sft.BudgetError]:
+    """A model and its error at a budget, for several tests, which do not change them."""
+    model = _normed()
+    return model, _refusal(model, _SHAPE, budget)
+
+
 def _remedies(error: sft.BudgetError) -> dict[tuple[str, ...], Remedy]:
     return {remedy.settings: remedy for remedy in error.remedies if remedy.fits}
 
 
 def test_frozen_norms_and_host_memory_work_as_named() -> None:
-    model = _normed()
-    error = _refusal(model, _SHAPE, "4MiB")
+    model, error = _normed_and_refusal("4MiB")
     fitting = _remedies(error)
     assert {("norms",), ("host",)} <= set(fitting)
     host = fitting["host",]
@@ -51,10 +58,11 @@ def test_frozen_norms_and_host_memory_work_as_named() -> None:
     plan = sft.plan(model, _SHAPE, budget="4MiB", options=sft.Options(host_budget=text[1]))
     assert plan.total_bytes == host.needed_bytes and plan.host_bytes == host.num_bytes
     assert all(module.training for module in model.modules())  # the attempt has not changed the model
-    for module in model.modules():
+    frozen = _normed()
+    for module in frozen.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    assert sft.plan(model, _SHAPE, budget="4MiB").total_bytes == fitting["norms",].needed_bytes
+    assert sft.plan(frozen, _SHAPE, budget="4MiB").total_bytes == fitting["norms",].needed_bytes
     assert f"in {sft.format_bytes(fitting['norms',].needed_bytes)} with frozen norms (.eval() of the norms)" in str(error)
 
 
@@ -78,7 +86,7 @@ def test_changes_together_where_none_suffices() -> None:
 
 
 def test_changes_without_a_fit_name_the_remaining_bytes() -> None:
-    error = _refusal(_normed(), _SHAPE, "100KiB")
+    _, error = _normed_and_refusal(1)
     assert not _remedies(error) and re.search(
         r" With .*frozen norms \(.eval\(\) of the norms\).* it still needs [\d.]+ [KM]iB\. ", str(error)
     )
@@ -98,7 +106,7 @@ def test_streamed_weights() -> None:
 
 
 def test_the_error_survives_pickling_and_a_prefix() -> None:
-    error = _refusal(_normed(), _SHAPE, "4MiB")
+    _, error = _normed_and_refusal("4MiB")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and vars(copy) == vars(error) and copy.needed_bytes == error.needed_bytes
     assert message_for(copy, COMMAND_LINE) == message_for(error, COMMAND_LINE)
@@ -226,6 +234,6 @@ def test_host_memory_of_a_plan_that_does_not_fit_has_no_value() -> None:
 
 
 def test_changes_together_are_no_remedy_if_they_do_not_fit() -> None:
-    error = _refusal(_normed(), _SHAPE, 1)
+    _, error = _normed_and_refusal(1)
     assert error.remedies and not _remedies(error)
     assert all(len(remedy.settings) == 1 for remedy in error.remedies)

@@ -75,7 +75,7 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
 
     rng = random.Random(31)
     num_feasible = num_mixed = 0
-    for case in instances(60):
+    for case in instances(30):
         chain, link, budget = _case(rng, streamable=False, full_duplex=False)
         search = JointSearch(chain, link=link, slot_bytes=1, bucket_bytes=1, max_labels=10**6, adaptive=False)
         optima = search.paths(budget)
@@ -87,7 +87,7 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
             assert optima[0].seconds == pytest.approx(best, abs=1e-6), case
             num_feasible += 1
             num_mixed += any(leaves) and any(edge.label.mode != "keep" for edge in path if isinstance(edge.label, EdgeKind))
-    assert num_feasible >= 25 and num_mixed >= 3
+    assert num_feasible >= 12 and num_mixed >= 2
 
 
 def test_schedules_against_every_path_and_placement() -> None:

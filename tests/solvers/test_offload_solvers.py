@@ -38,7 +38,7 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
 
     rng = random.Random(11)
     num_slowed = 0
-    for case in instances(80):
+    for case in instances(40):
         chain = random_chain(rng, rng.randint(1, 4))
         n, rate, budget = chain.num_stages, rng.choice([1, 2, 3]), _between(rng, chain)
         edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
@@ -46,7 +46,7 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
         optima = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
         assert best is not None and optima[0].seconds == pytest.approx(best, abs=1e-6), case
         num_slowed += any(leaves) and best > chain.compute_seconds
-    assert num_slowed > 25
+    assert num_slowed > 12
 
 
 def test_two_corrections_of_the_published_formulas() -> None:

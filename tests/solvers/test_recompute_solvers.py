@@ -116,7 +116,7 @@ def test_sqrt_of_equal_stages_keeps_two_square_roots() -> None:
 def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
     rng = random.Random(1)
     num_feasible = num_recomputing = 0
-    for case in instances(400):
+    for case in instances(200):
         chain = random_chain(rng, rng.randint(1, 4 if case % 8 else 5), weights=case % 3 == 0)
         outcomes = {
             (simulation.peak_bytes, simulation.seconds) for simulation in (_play(chain, plan) for plan in every_persistent_schedule(chain))
@@ -134,7 +134,7 @@ def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
             assert simulation.seconds == min(fitting), (case, budget)
             num_feasible += 1
             num_recomputing += simulation.seconds > chain.compute_seconds
-    assert num_feasible > 700 and num_recomputing > 300
+    assert num_feasible > 350 and num_recomputing > 150
 
 
 def test_optimal_against_all_states() -> None:

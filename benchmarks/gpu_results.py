@@ -30,8 +30,10 @@ _SUMMARY = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|skipped|deselected|errors
 _FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
 #: Parts of kernel names that are left out.
 _NOISE = re.compile(r"void |at::native::|\(anonymous namespace\)::")
-#: Kernels of a step in the table.
-_MOST_KERNELS = 16
+#: Copies between the device and its host.
+_LINK_COPY = re.compile(r"HtoD|DtoH")
+#: Kernels and kinds of copies of a step in the table.
+_MOST_KERNELS, _MOST_COPIES = 16, 4
 #: Settings of a process that differ from command to command.
 _OF_A_COMMAND = ("command", "tf32", "cudnn.benchmark")
 _NOTES = {
@@ -41,7 +43,8 @@ _NOTES = {
     "smoke": "One training step in float64 against eager PyTorch (`gpu_smoke.py`): largest relative L2 error of output, gradients and "
     "buffers, and peaks with their projections.",
     "tests": "Tests of `gpu.sh`: those marked `gpu`, and the kernels' interpreted tests, compiled.",
-    "kernels": "Kernels of one step by PyTorch's profiler (`kernels/kernel_steps.py --trace`): all, and those with the most time.",
+    "kernels": "Kernels of one step by PyTorch's profiler (`kernels/kernel_steps.py --trace`): all, and those with the most time; copies "
+    "over the link.",
     "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most. A step has "
     "the commit at which it was measured, if that is not the one below.",
 }
@@ -152,14 +155,18 @@ def collect(folder: Path, gpu: str, out: Path) -> list[str]:
 
 
 def _kernels(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Kernels of each trace of a step, those with the most time first, and the sum of all."""
+    """Kernels of each trace of a step, those with the most time first, and the sum of all; then its copies over the link, by size."""
     steps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.rglob("*.trace.json.gz")):
         calls: dict[str, list[float]] = {}
+        copies: dict[str, list[float]] = {}
         for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
             if event.get("cat") == "kernel":
                 calls.setdefault(_NOISE.sub("", event["name"])[:90], []).append(event["dur"] / 1e3)
+            elif event.get("cat") == "gpu_memcpy" and (match := _LINK_COPY.search(event["name"])):
+                copies.setdefault(f"copy {match[0]}, {event['args']['bytes'] / 2**20:.1f} MiB", []).append(event["dur"] / 1e3)
         by_time = sorted(calls.items(), key=lambda item: -sum(item[1]))[:_MOST_KERNELS]
+        by_time += sorted(copies.items(), key=lambda item: -sum(item[1]))[:_MOST_COPIES]
         everything = ("all", [time for times in calls.values() for time in times])
         rows = [{"kernel": name, "calls": len(times), "ms": sum(times)} for name, times in (everything, *by_time)]
         steps[path.name.removesuffix(".trace.json.gz")[len("2026-01-01-") :]] = rows

@@ -51,6 +51,10 @@ class HostTraffic:
         awaited_down_bytes: part of ``down_bytes`` during which the device computes nothing.
         backward_awaited_down_bytes: the same of ``backward_down_bytes``.
         backward_awaited_up_bytes: the same of ``backward_up_bytes``.
+        num_down: copies of strips of ``down_bytes``.
+        num_up: the same of ``up_bytes``.
+        num_backward_down: the same of ``backward_down_bytes``.
+        num_backward_up: the same of ``backward_up_bytes``.
     """
 
     down_bytes: int = 0
@@ -60,12 +64,17 @@ class HostTraffic:
     awaited_down_bytes: int = 0
     backward_awaited_down_bytes: int = 0
     backward_awaited_up_bytes: int = 0
+    num_down: int = 0
+    num_up: int = 0
+    num_backward_down: int = 0
+    num_backward_up: int = 0
 
     def seconds(self, link: HostLink, *, back: bool) -> float:
         """Link time of one of the passes."""
         if back:
-            return link.streamed_seconds(self.backward_down_bytes, self.backward_up_bytes)
-        return link.streamed_seconds(self.down_bytes, self.up_bytes)
+            numbers = {"num_down": self.num_backward_down, "num_up": self.num_backward_up}
+            return link.streamed_seconds(self.backward_down_bytes, self.backward_up_bytes, **numbers)
+        return link.streamed_seconds(self.down_bytes, self.up_bytes, num_down=self.num_down, num_up=self.num_up)
 
     def awaited_seconds(self, link: HostLink, *, back: bool) -> float:
         """The time of it during which the device computes nothing."""
@@ -96,6 +105,7 @@ def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         num_sums = {name: num_panels - (last_readers[name] == number) for name in sorted(input_grads & direct)}
         sum_bytes = sum(count * sized.grad_bytes(name) for name, count in num_sums.items())
         up_bytes = num_panels * sum(map(sized.value_bytes, inputs))
+        num_strips = _num_strips(problem, choice)
         traffic.append(
             HostTraffic(
                 down_bytes=sum(map(sized.value_bytes, outputs)),
@@ -105,9 +115,20 @@ def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
                 awaited_down_bytes=sum(map(sized.value_bytes, outputs & staged)),
                 backward_awaited_down_bytes=num_panels * sum(map(sized.grad_bytes, input_grads & staged)),
                 backward_awaited_up_bytes=sum(map(sized.grad_bytes, output_grads & staged)) + sum_bytes,
+                num_down=num_strips * len(outputs),
+                num_up=num_strips * num_panels * len(inputs),
+                num_backward_down=num_strips * num_panels * len(input_grads),
+                num_backward_up=num_strips * (num_panels * len(inputs) + len(output_grads) + sum(num_sums.values())),
             )
         )
     return tuple(traffic)
+
+
+def _num_strips(problem: PlanningProblem, choice: SegmentChoice) -> int:
+    """Strips of all samples in one panel of a segment."""
+    if choice.mode != "tiled":
+        return 1
+    return -(-problem.sized.run_height(choice.nodes) // choice.strip_rows) * -(-problem.sized.num_batch // choice.batch_tile)
 
 
 def stream_seconds(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> float:

@@ -199,11 +199,13 @@ class HostLink:
         down_bytes_per_second: from the device to the host.
         up_bytes_per_second: from the host to the device.
         full_duplex: True if both directions work at once; otherwise copies take turns, in the order of issue.
+        copy_seconds: time that each copy of a strip takes in addition to that of its bytes.
     """
 
     down_bytes_per_second: float = 12.2e9
     up_bytes_per_second: float = 12.2e9
     full_duplex: bool = True
+    copy_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("down_bytes_per_second", "up_bytes_per_second"):
@@ -219,7 +221,8 @@ class HostLink:
         """Time to copy so many bytes to the device."""
         return num_bytes / self.up_bytes_per_second
 
-    def streamed_seconds(self, down_bytes: float, up_bytes: float) -> float:
-        """Time to copy bytes in both directions during one operation."""
-        down, up = self.down_seconds(down_bytes), self.up_seconds(up_bytes)
+    def streamed_seconds(self, down_bytes: float, up_bytes: float, *, num_down: int = 0, num_up: int = 0) -> float:
+        """Time to copy bytes in both directions during one operation, with so many copies of strips in each."""
+        down = self.down_seconds(down_bytes) + num_down * self.copy_seconds
+        up = self.up_seconds(up_bytes) + num_up * self.copy_seconds
         return max(down, up) if self.full_duplex else down + up

@@ -48,9 +48,11 @@ def test_files_of_a_kind_are_merged(results: Any, tmp_path: Path) -> None:
 def test_kernels_of_traces_are_summed_by_name(results: Any, tmp_path: Path) -> None:
     kernels = [("void at::native::a<float>", 2000), ("b", 1500), ("void at::native::a<float>", 1000)]
     events = [{"cat": "kernel", "name": name, "dur": microseconds} for name, microseconds in kernels] + [{"cat": "cpu_op", "name": "a"}]
+    names = ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)")
+    events += [{"cat": "gpu_memcpy", "name": name, "dur": 50, "args": {"bytes": 2 * 2**20}} for name in names]
     (tmp_path / "2026-01-02-net.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     rows = [tuple(row.values()) for row in results._kernels(tmp_path)["net"]]
-    assert rows == [("all", 3, 4.5), ("a<float>", 2, 3.0), ("b", 1, 1.5)]
+    assert rows == [("all", 3, 4.5), ("a<float>", 2, 3.0), ("b", 1, 1.5), ("copy HtoD, 2.0 MiB", 2, 0.1)]
 
 
 def test_a_folder_without_results(results: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

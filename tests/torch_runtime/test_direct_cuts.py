@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import sft
 from sft.planner.projection import project_step
+from sft.planner.streamed_cuts import host_traffic, stream_seconds
+from sft.solvers.chain import HostLink
 from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.host.streamed_cuts import DirectCut, DirectGradient
 from sft.torch_runtime.pass_graphs import PassGraphs, can_record_passes
@@ -107,6 +110,37 @@ def test_the_bytes_of_direct_cuts_are_projected(shape: tuple[int, ...], options:
         net(x).square().sum().backward()
     assert max(starts) <= projection.slab_bytes < max(starts) + 256
     assert projection.peak_bytes - 4096 <= meter.peak.num_bytes <= projection.peak_bytes
+
+
+@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(9, None), batch_tile=1)], ids=["strips", "samples"])
+def test_copies_of_strips_are_counted(options: sft.Options) -> None:
+    """Each takes some time in addition to its bytes."""
+    net, problem = compile_with_cuts(seeded(Strided), image(*_SHAPE).requires_grad_(), options)
+    copy_directly(net, problem)
+    choices = [segment.choice for segment in net.plan.segments]
+    on_gpu = replace(problem, resources=replace(problem.resources, on_host=False))
+    traffic = host_traffic(on_gpu, choices)
+    counts: Counter[str] = Counter()
+    begin_copy = HostOffloader.begin_copy
+    with pytest.MonkeyPatch.context() as patches:
+
+        def counting(offloader: HostOffloader, direction: str, *arguments: Any, **keywords: Any) -> Any:
+            counts[direction] += 1
+            return begin_copy(offloader, direction, *arguments, **keywords)
+
+        patches.setattr(HostOffloader, "begin_copy", counting)
+        _step(net, image(*_SHAPE))
+    projected = {
+        "down": sum(each.num_down + each.num_backward_down for each in traffic),
+        "up": sum(each.num_up + each.num_backward_up for each in traffic),
+    }
+    assert counts == projected
+    link = HostLink(copy_seconds=1.0)
+    added = stream_seconds(replace(on_gpu, resources=replace(on_gpu.resources, link=link)), choices) - stream_seconds(
+        replace(on_gpu, resources=replace(on_gpu.resources, link=HostLink())), choices
+    )
+    passes = [(each.num_down, each.num_up) for each in traffic] + [(each.num_backward_down, each.num_backward_up) for each in traffic]
+    assert added == pytest.approx(sum(map(max, passes)))
 
 
 def _recorded(net: Any, recorder: LogRecorder) -> PassGraphs:

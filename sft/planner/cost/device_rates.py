@@ -39,6 +39,9 @@ _FLOPS_PER_SECOND_DEFAULT = 1e13
 _GPU_FLOPS_PER_SECOND = (1e13, 2e14)
 #: Bytes per second to the host and from it, to the nearest power of ten, for other kinds of device than a GPU.
 _LINK_BYTES_PER_SECOND = 1e10
+#: Seconds of a GPU's copy of a strip in addition to its bytes: on an H200 copies of 2 and 4 MiB take 49 and 89 microseconds, the next one
+#: begins 3.5 microseconds later, and the bytes of large copies cross at 55 GB/s (benchmarks/results/2026-11-27-h200-gpu-kernels.md).
+_COPY_SECONDS = 1.5e-5
 #: Bytes per second, as the network gets them, of an input that one core decodes and normalises, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9
 
@@ -110,7 +113,8 @@ class DeviceRates:
     def link(self, bytes_per_second: float | None = None) -> HostLink:
         """Link to the host with this bandwidth; ``None`` takes the nearest power of ten."""
         rate = bytes_per_second or (self.gpu.link_bytes_per_second if self.device_type == "cuda" else _LINK_BYTES_PER_SECOND)
-        return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate)
+        copy_seconds = _COPY_SECONDS if self.device_type == "cuda" else 0.0
+        return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate, copy_seconds=copy_seconds)
 
     def seconds(self, program: Program) -> float:
         """Estimated seconds of a program."""

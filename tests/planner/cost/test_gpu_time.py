@@ -94,6 +94,19 @@ def _measured_rates(gpu: str) -> dict[str, dict[str, Any]]:
     return rates
 
 
+def test_copies_of_strips_take_the_measured_time() -> None:
+    """In the newest trace with copies over the link, in both directions at once; within 10 %."""
+    copies = {}
+    for path in sorted(_RESULTS.glob("*-h200-gpu-kernels.json")):
+        for rows in json.loads(path.read_text())["kernels"].values():
+            copies.update({row["kernel"]: 1e-3 * row["ms"] / row["calls"] for row in rows if row["kernel"].startswith("copy ")})
+    link = DeviceRates("cuda", gpu=H200).link()
+    for size_mib in (2, 4):
+        for direction in ("HtoD", "DtoH"):
+            measured = copies[f"copy {direction}, {size_mib:.1f} MiB"]
+            assert link.streamed_seconds(0, size_mib * 2**20, num_up=1) == pytest.approx(measured, rel=0.1), (size_mib, direction)
+
+
 @pytest.mark.parametrize(("name", "model"), [("h100", H100), ("h200", H200)])
 def test_rates_are_the_measured_ones(name: str, model: GpuModel) -> None:
     """Constants of the model within 15 % of the newest result for rates of large tensors, and within 40 % for times of the host."""

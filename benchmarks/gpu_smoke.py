@@ -245,9 +245,9 @@ def _write(folder: Path, results: Sequence[SmokeResult], environment: dict[str, 
     """Save the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}-gpu-smoke.json"
-    part = path.with_suffix(".tmp")
-    part.write_text(json.dumps({"environment": environment, "cases": [asdict(result) for result in results]}, indent=1) + "\n")
-    part.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"environment": environment, "cases": [asdict(result) for result in results]}, indent=1) + "\n")
+    temporary.replace(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

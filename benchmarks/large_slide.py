@@ -174,9 +174,9 @@ def measure(case: Case) -> StepNumbers:
         process_bytes=process_bytes,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        read_seconds=sum(part.read_seconds for part in parts),
-        waited_seconds=sum(part.waited_seconds for part in parts),
-        num_rows_read=sum(part.num_rows_read for part in parts),
+        read_seconds=sum(result.read_seconds for result in parts),
+        waited_seconds=sum(result.waited_seconds for result in parts),
+        num_rows_read=sum(result.num_rows_read for result in parts),
         loss=loss.item(),
         is_finite=all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients),
     )

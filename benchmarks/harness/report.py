@@ -110,8 +110,8 @@ def result_stem(folder: Path, theme: str) -> Path:
 
 def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], notes: str, figure: Figure | None) -> str:
     """Write `<stem>.json`, `<stem>.md` and, with a figure, `<stem>.png`; returns their names for the terminal."""
-    with atomic_write(stem.with_name(stem.name + ".json")) as part:
-        part.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    with atomic_write(stem.with_name(stem.name + ".json")) as temporary:
+        temporary.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     parts = [f"# {stem.name}", notes]
     for table in tables:
         parts += [f"## {table.title}", table.markdown()]
@@ -119,11 +119,11 @@ def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], note
     if figure is None:
         picture.unlink(missing_ok=True)
     else:
-        with atomic_write(picture) as part:
-            figure.savefig(part, dpi=150)
+        with atomic_write(picture) as temporary:
+            figure.savefig(temporary, dpi=150)
         parts.append(f"![plot]({picture.name})")
     parts.append("## Environment")
     parts.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
-    with atomic_write(stem.with_name(stem.name + ".md")) as part:
-        part.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    with atomic_write(stem.with_name(stem.name + ".md")) as temporary:
+        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"written: {stem.name}.json, .md" + (", .png" if figure is not None else "")

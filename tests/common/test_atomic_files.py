@@ -33,17 +33,17 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_finished_file_takes_the_place_of_the_old_one(old: Path) -> None:
-    with atomic_write(old) as part:
-        assert part.suffix == ".png" and part.parent == old.parent and part.name.startswith(PARTIAL_MARK)
-        part.write_text("new")
+    with atomic_write(old) as temporary:
+        assert temporary.suffix == ".png" and temporary.parent == old.parent and temporary.name.startswith(PARTIAL_MARK)
+        temporary.write_text("new")
         assert old.read_text() == "old"
     assert old.read_text() == "new" and _names(old.parent) == ["mask.png"]
     fsync_folder(old.parent)
 
 
 def test_a_failure_in_the_block_leaves_the_old_file(old: Path) -> None:
-    with pytest.raises(_Lost), atomic_write(old) as part:
-        part.write_text("half")
+    with pytest.raises(_Lost), atomic_write(old) as temporary:
+        temporary.write_text("half")
         raise _Lost
     assert old.read_text() == "old" and _names(old.parent) == ["mask.png"]
 
@@ -57,9 +57,9 @@ def test_a_full_disk_leaves_the_old_file(where: str, old: Path, monkeypatch: pyt
         monkeypatch.setattr(f"sft.common.atomic_files.{where}", full)
     with (
         pytest.raises(SourceError, match=r"cannot write .*mask\.png: No space left on device\. Make room") as raised,
-        atomic_write(old) as part,
+        atomic_write(old) as temporary,
     ):
-        part.write_text("half")
+        temporary.write_text("half")
         if where == "write":
             full()
     assert raised.type is SourceError
@@ -74,18 +74,18 @@ def test_a_block_that_writes_nothing_is_refused(old: Path) -> None:
 
 def test_a_missing_folder_is_made_only_on_request(tmp_path: Path) -> None:
     target = tmp_path / "no" / "plan.json"
-    with pytest.raises(SourceError, match=r"plan\.json: No such file"), atomic_write(target) as part:
-        part.write_text("new")
+    with pytest.raises(SourceError, match=r"plan\.json: No such file"), atomic_write(target) as temporary:
+        temporary.write_text("new")
     assert _names(tmp_path) == []
-    with atomic_write(target, parents=True) as part:
-        part.write_text("new")
+    with atomic_write(target, parents=True) as temporary:
+        temporary.write_text("new")
     assert target.read_text() == "new" and _names(target.parent) == ["plan.json"]
 
 
 def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
     target = tmp_path / ("n" * 251 + ".txt")
-    with atomic_write(target) as part:
-        part.write_text("new")
+    with atomic_write(target) as temporary:
+        temporary.write_text("new")
     assert _names(tmp_path) == [target.name]
 
 

@@ -143,10 +143,10 @@ def test_text_that_is_not_json_is_refused(text: str) -> None:
 )
 def test_a_damaged_plan_is_refused_when_parsed(path: tuple[Any, ...], value: Any) -> None:
     data = json.loads(sft.plan(nn.Conv2d(3, 2, 3), (1, 3, 16, 16)).to_json())
-    part = data
+    parent = data
     for step in path[:-1]:
-        part = part[step]
-    part[path[-1]] = value
+        parent = parent[step]
+    parent[path[-1]] = value
     with pytest.raises(sft.InputError, match=r"cannot read the plan: .*; make a new one") as refused:
         sft.Plan.from_json(json.dumps(data))
     assert str(path[-1]) in str(refused.value) or value == []

@@ -221,7 +221,7 @@ NAMED: dict[str, Callable[[], nn.Module]] = {
     "assigned channels": lambda: Around(_assigned),
     "pixel shuffle": lambda: Around(lambda y: F.pixel_unshuffle(F.pixel_shuffle(y, 2), 2)),
     "channel shuffle": lambda: Around(lambda y: F.channel_shuffle(y, 2)),
-    "split and reshaped": lambda: Around(lambda y: torch.cat([part.flatten(2).view(part.shape) for part in y.chunk(2, 1)], 1)),
+    "split and reshaped": lambda: Around(lambda y: torch.cat([half.flatten(2).view(half.shape) for half in y.chunk(2, 1)], 1)),
     "groups of channels": lambda: Around(lambda y: y.unflatten(1, (2, 2)).sum(1).repeat(1, 2, 1, 1)),
     "grown by hand": lambda: Around(_grown, width=1),
     "shrunk by hand": lambda: Around(_shrunk, width=16),
@@ -428,9 +428,9 @@ def _text(name: str) -> str:
 def _plain(model: nn.Module) -> nn.Module:
     """The model with its repeated blocks in sequence."""
     model = copy.deepcopy(model)
-    for name, part in list(model.named_children()):
-        if isinstance(part, sft.nn.Repeat):
-            setattr(model, name, part.unstacked())
+    for name, child in list(model.named_children()):
+        if isinstance(child, sft.nn.Repeat):
+            setattr(model, name, child.unstacked())
     return model
 
 
@@ -473,8 +473,8 @@ def _assert_same_gradients(net: nn.Module, model: nn.Module) -> None:
         before, is_stacked, behind = name.partition(".block.")
         if is_stacked:  # a repetition: block after block
             parts = [expected.pop(f"{before}.{number}.{behind}") for number in range(len(grad))]
-            assert all(part is not None for part in parts)
-            torch.testing.assert_close(grad, torch.stack([part for part in parts if part is not None]), rtol=1e-9, atol=1e-11)
+            assert all(gradient is not None for gradient in parts)
+            torch.testing.assert_close(grad, torch.stack([gradient for gradient in parts if gradient is not None]), rtol=1e-9, atol=1e-11)
         else:
             torch.testing.assert_close(grad, expected.pop(name), rtol=1e-9, atol=1e-11)
     assert not expected
@@ -565,7 +565,7 @@ def test_operator_names_of_plans_exist(name: str) -> None:
     plain = copy.deepcopy(model)
     net: Any = sft.compile(model, [tuple(x.shape), *more], plan=plan)
     assert _decisions(net.plan) == _decisions(plan)
-    if any(isinstance(part, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)) for part in model.modules()) or name == "noise":
+    if any(isinstance(module, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)) for module in model.modules()) or name == "noise":
         net(x).sum().backward()  # other numbers than torch's
         return
     assert_trains(net, plain, x, *more, num_steps=1)

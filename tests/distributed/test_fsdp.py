@@ -53,8 +53,8 @@ def _whole(model: Any, **settings: Any) -> None:
 def _in_parts(model: Any, **settings: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    for part in (model.stem, [model.first, model.second], model):  # the head is the root's own
-        fully_shard(part, **settings)
+    for module in (model.stem, [model.first, model.second], model):  # the head is the root's own
+        fully_shard(module, **settings)
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -295,13 +295,13 @@ def _refusals(rank: int) -> None:
     mesh = _mesh((2,), ("outer",))
     half: Any = seeded(Net)
     _whole(half, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    part: Any = seeded(Net)
-    fully_shard(part.stem, mesh=mesh)
+    partly_sharded: Any = seeded(Net)
+    fully_shard(partly_sharded.stem, mesh=mesh)
     other: Any = seeded(Net)
     other.head.weight = nn.Parameter(distribute_tensor(other.head.weight.detach(), mesh, [Replicate()]))
     for model, message in (
         (half, "casts where modules begin and end"),
-        (part, r"call fully_shard\(model\) last, too"),
+        (partly_sharded, r"call fully_shard\(model\) last, too"),
         (other, "head.weight: a DTensor of placements"),
     ):
         with pytest.raises(sft.UnsupportedError, match=message):

@@ -209,8 +209,8 @@ def test_a_file_that_is_cut_short_while_it_is_written(tmp_path: Path) -> None:
 
     class Cutting(Watched):
         def rows(self, interval: Interval, out: Tensor) -> None:
-            for part in tmp_path.glob(".sft-*.part"):
-                os.truncate(part, 0)
+            for temporary in tmp_path.glob(".sft-*.part"):
+                os.truncate(temporary, 0)
             super().rows(interval, out)
 
     with pytest.raises(sft.SourceError, match=r"the output .*out.npy.*cut short"):

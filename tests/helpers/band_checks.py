@@ -80,8 +80,10 @@ def check_bands(
         if output == "band":
             is_image = [w.dim() == len(shape) and w.shape[2:].numel() > 1 for w in weights]  # a single pixel is a global value
             rows = [net.band_rows(w.shape[2]) if each else None for each, w in zip(is_image, weights, strict=True)]
-            own = [w if part is None else w[:, :, part[0] : part[1]] for w, part in zip(weights, rows, strict=True)]
-            theirs[replica] = [y if part is None else y[:, :, part[0] : part[1]] for y, part in zip(theirs[replica], rows, strict=True)]
+            own = [w if band_rows is None else w[:, :, band_rows[0] : band_rows[1]] for w, band_rows in zip(weights, rows, strict=True)]
+            theirs[replica] = [
+                y if band_rows is None else y[:, :, band_rows[0] : band_rows[1]] for y, band_rows in zip(theirs[replica], rows, strict=True)
+            ]
         outputs = _step(net, ours, own)
         errors = {
             "output": max(relative_error(a, b) for a, b in zip(outputs, theirs[replica], strict=True)),
@@ -118,15 +120,15 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
         joined = torch.cat([x.detach() for x in images]).requires_grad_(True)
         outputs: list[Tensor] = pytree.tree_leaves(eager(joined))
         parts = [list(y.chunk(count)) for y in outputs]
-        loss = sum((part * w).sum() for whole, w in zip(parts, weights, strict=True) for part in whole)
+        loss = sum((chunk * w).sum() for whole, w in zip(parts, weights, strict=True) for chunk in whole)
         assert isinstance(loss, Tensor)
         loss.backward()
         for parameter in eager.parameters():
             if parameter.grad is not None:
                 parameter.grad /= count
         assert joined.grad is not None
-        for own, part in zip(images, joined.grad.chunk(count), strict=True):
-            own.grad = part.clone()
+        for own, gradient in zip(images, joined.grad.chunk(count), strict=True):
+            own.grad = gradient.clone()
         return [[whole[r].detach() for whole in parts] for r in range(count)]
     start = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     first: dict[str, Tensor] = {}

@@ -54,12 +54,12 @@ class _LateCopies(HostOffloader):
         super().free_offload(copy)
 
     def _poison_slab(self, copy: OffloadedValue) -> None:
-        for _, part in self._buffers_with_slab(copy):
-            part.fill_(_POISON)
+        for _, slab in self._buffers_with_slab(copy):
+            slab.fill_(_POISON)
 
     def _move(self, copy: OffloadedValue, *, down: bool) -> None:
-        for buffer, part in self._buffers_with_slab(copy):
-            (part if down else buffer).copy_(buffer if down else part)
+        for buffer, slab in self._buffers_with_slab(copy):
+            (slab if down else buffer).copy_(buffer if down else slab)
 
     def _wait_copies(self, copy: OffloadedValue) -> None:
         waiting: list[Any] = [copy.offload_done, copy.prefetch_done]

@@ -30,8 +30,8 @@ def _rounded_once(self: Any, x: Any, y: Any, z: Any) -> Any:
         return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
     product, term = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
     total = product + term
-    part = total - product
-    error = (product - (total - part)) + (term - part)
+    rounded_term = total - product
+    error = (product - (total - rounded_term)) + (term - rounded_term)
     even = (total.view(np.int64) & 1 == 0) & (error != 0)
     total = np.where(even, np.nextafter(total, np.copysign(np.inf, error)), total)
     return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)

@@ -197,8 +197,8 @@ def _pad(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 
 def _slice(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     axis, start, end, step = n[0] % (len(shape) - 1), n[1] % 4, n[2] % 4, 1 + n[3] % 2
-    part = slice(start, -end or None, step)
-    return _Function(lambda x: x[(slice(None), *[slice(None)] * axis, part)])
+    selection = slice(start, -end or None, step)
+    return _Function(lambda x: x[(slice(None), *[slice(None)] * axis, selection)])
 
 
 def _interpolate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
@@ -303,11 +303,11 @@ def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 def _join(shape: tuple[int, ...], other: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     """Join of two values at one size, by cropping or interpolation."""
     extents = [min(a, b) for a, b in zip(shape[2:], other[2:], strict=True)]
-    part = (slice(None), slice(None), *(slice(0, extent) for extent in extents))
+    selection = (slice(None), slice(None), *(slice(0, extent) for extent in extents))
 
     def join(x: Tensor, y: Tensor) -> Tensor:
         y = F.interpolate(y, size=x.shape[2:]) if n[1] % 3 == 0 else y
-        x, y = (x, y) if n[1] % 3 == 0 else (x[part], y[part])
+        x, y = (x, y) if n[1] % 3 == 0 else (x[selection], y[selection])
         if n[0] % 4 == 0 or (x.shape[1] != y.shape[1] and 1 not in (x.shape[1], y.shape[1])):
             return torch.cat([x, y], 1)
         joined: Tensor = (x + y, x * y, x - 2.0 * y)[n[0] % 4 - 1]

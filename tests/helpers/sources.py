@@ -70,9 +70,9 @@ class Watched:
         out.copy_(self.content[:, :, interval.start : interval.stop])
 
     def samples(self, batch: Interval) -> Watched:
-        part = Watched(self.content[batch.start : batch.stop], counts=self.counts, first=self.first + batch.start)
-        part.fails_at = self.fails_at
-        return part
+        batch_source = Watched(self.content[batch.start : batch.stop], counts=self.counts, first=self.first + batch.start)
+        batch_source.fails_at = self.fails_at
+        return batch_source
 
 
 def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int = 16, damaged_tile: int | None = None) -> None:

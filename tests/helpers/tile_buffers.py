@@ -32,7 +32,7 @@ def normal_numbers(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 def pixels_of(image: Tensor, tile: tuple[range, range], share: int = 1) -> Tensor:
     """A tile of an image, or of one with a ``share`` of its rows and columns."""
-    rows, columns = (slice(part.start // share, part.stop // share) for part in tile)
+    rows, columns = (slice(interval.start // share, interval.stop // share) for interval in tile)
     return image[:, :, rows, columns]
 
 
@@ -50,12 +50,14 @@ def tile_geometry(
         outputs: rows and columns of the result: of the output, or of the input for the ``adjoint``.
     """
     axes = []
-    for extent, window, part in zip(extents, windows, outputs, strict=True):
+    for extent, window, interval in zip(extents, windows, outputs, strict=True):
         out = window.outputs(extent)
-        source, needed = (out, window.writes(part.start, part.stop)) if adjoint else (extent, window.reads(part.start, part.stop))
+        source, needed = (
+            (out, window.writes(interval.start, interval.stop)) if adjoint else (extent, window.reads(interval.start, interval.stop))
+        )
         first, last = max(0, needed[0]) - around, min(source, needed[1]) + around
         buffer = Span(start=first, size=last - first, extent=source)
-        result = Span(start=part.start, size=len(part), extent=extent if adjoint else out)
+        result = Span(start=interval.start, size=len(interval), extent=extent if adjoint else out)
         axes.append(
             TileAxis(input=result, output=buffer, window=window) if adjoint else TileAxis(input=buffer, output=result, window=window)
         )

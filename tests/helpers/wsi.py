@@ -110,10 +110,10 @@ def write_slide(path: Path, pixels: Pixels, *, mpp: float | None = 0.5, num_leve
     with tifffile.TiffWriter(path) as file:
         for level in range(num_levels):
             resolution = None if mpp is None else (1e4 / (mpp * 2**level),) * 2
-            part = np.ascontiguousarray(pixels[:: 2**level, :: 2**level])
+            level_pixels = np.ascontiguousarray(pixels[:: 2**level, :: 2**level])
             kind = 1 if level else 0
             unit: dict[str, Any] = {} if resolution is None else {"resolution": resolution, "resolutionunit": "CENTIMETER"}
-            file.write(part, subfiletype=kind, **unit, **options)
+            file.write(level_pixels, subfiletype=kind, **unit, **options)
 
 
 def damage_tile(path: Path, number: int = -1) -> None:

@@ -113,7 +113,9 @@ def test_every_module_can_be_imported_first() -> None:
     for folder, package in ((_ROOT / "sft", "sft"), (_ROOT / "analysis", "sft.analysis"), (_ROOT / "kernels", "sft.kernels")):
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            trees[".".join((package, *(part for part in parts if part != "__init__")))] = ast.parse(path.read_text(encoding="utf-8"))
+            trees[".".join((package, *(component for component in parts if component != "__init__")))] = ast.parse(
+                path.read_text(encoding="utf-8")
+            )
     assert len(trees) > 300
     graph = {
         name: {place if (place := f"{module}.{imported}") in trees else module for module, imported in _imports_at_load(tree)} & set(trees)

@@ -282,5 +282,5 @@ class _Block(nn.Module):
 @pytest.mark.parametrize("strategy", ["sqrt", "revolve", "optimal", "acg"])
 def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
     """A stage that runs twice updates running statistics once, and every norm is one call, as in the untiled model."""
-    original = seeded(lambda: chain(*(part for _ in range(3) for part in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
+    original = seeded(lambda: chain(*(layer for _ in range(3) for layer in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
     assert_same_bits_in_stages(original, (2, 3, 64, 48), strategy)

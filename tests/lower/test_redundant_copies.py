@@ -181,7 +181,7 @@ _FUNCTIONS: dict[str, _Function] = {
         x.unflatten(1, (3, 7)).transpose(1, 2).reshape(x.shape).unflatten(1, (7, 3)).transpose(1, 2).flatten(1, 2)
     ),
     "expanded": lambda x: (x[:, :1].expand(-1, 4, -1) * 2).reshape(-1, 8),
-    "stacked": lambda x: torch.stack([part.flatten(0, 1) for part in x[:, 1:].chunk(2, 1)], 1),
+    "stacked": lambda x: torch.stack([half.flatten(0, 1) for half in x[:, 1:].chunk(2, 1)], 1),
 }
 _IMAGE_FUNCTIONS: tuple[_Function, ...] = (
     lambda x: x.flatten(1),

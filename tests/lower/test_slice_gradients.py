@@ -35,7 +35,7 @@ class _Slices(nn.Module):
         x = self.features(x)
         if self.pooled:
             x = x.mean((2, 3)).unflatten(1, (3, -1)).transpose(0, 1)  # [3, N, C]
-        total = sum(((weight * _part(x, each, self.pooled)).tanh() for weight, each in zip(self.weights, self.slices, strict=True)))
+        total = sum(((weight * _selected(x, each, self.pooled)).tanh() for weight, each in zip(self.weights, self.slices, strict=True)))
         assert isinstance(total, Tensor)
         if self.kept:
             total = total + (x * x).mean()
@@ -45,11 +45,11 @@ class _Slices(nn.Module):
         return total if self.mix is None else total + self.mix(x).mean((2, 3))
 
 
-def _part(x: Tensor, part: slice | int, pooled: bool) -> Tensor:
+def _selected(x: Tensor, selection: slice | int, pooled: bool) -> Tensor:
     """Mean over the sliced dimension: all slices have results of one shape."""
     if not pooled:
-        return (x[:, part : part + 1] if isinstance(part, int) else x[:, part]).mean(1, keepdim=True)
-    return x[part] if isinstance(part, int) else x[part].mean(0)
+        return (x[:, selection : selection + 1] if isinstance(selection, int) else x[:, selection]).mean(1, keepdim=True)
+    return x[selection] if isinstance(selection, int) else x[selection].mean(0)
 
 
 def _programs(model: nn.Module, x: Tensor, budget: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[Instruction]]:

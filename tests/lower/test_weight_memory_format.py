@@ -137,7 +137,7 @@ def test_layouts_are_left_to_torch_where_weights_are_more_than_images(size: int,
 
 
 def test_stages_compute_the_same_bits_where_layouts_are_left_to_torch() -> None:
-    layers = [nn.Conv2d(3, 32, 3, padding=1), *(part for _ in range(6) for part in (nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))]
+    layers = [nn.Conv2d(3, 32, 3, padding=1), *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))]
     model = seeded(lambda: chain(*layers)).float()
     assert _problem(copy.deepcopy(model), 8).keeps_torch_layouts
     assert_same_bits_in_stages(model, (2, 3, 8, 8), "sqrt")

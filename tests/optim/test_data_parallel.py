@@ -130,7 +130,7 @@ def _equal_torch(rank: int, kind: str, two_phase: bool) -> None:
         for slot, value in state["state"].get(index, {}).items():
             if slot == "step":
                 continue
-            whole = torch.stack([part[slot] for part in parts]) if "blocks." in name else parts[0][slot]
+            whole = torch.stack([record[slot] for record in parts]) if "blocks." in name else parts[0][slot]
             torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12, msg=f"{name}: {slot}")
     fields = _repeat(model).streamed.store.layouts[0].fields  # type: ignore[union-attr]  # it streams
     num_own = 27 + 1 + (1, 0, 0)[rank] + (1, 1, 0)[rank]  # of 81, 3, 1 and 2 elements
@@ -208,18 +208,18 @@ def _fails_on_all_or_none(rank: int) -> None:
     def unchanged() -> bool:
         return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
-    part: Any = ours._record_optimizers[0]
-    put = part.put
+    record_optimizer: Any = ours._record_optimizers[0]
+    put = record_optimizer.put
 
     def broken(block: int, *arguments: Any) -> bool:
         if rank == 1 and block == 2:
             raise OSError("the disk is gone")
         return bool(put(block, *arguments))
 
-    part.put = broken
+    record_optimizer.put = broken
     with pytest.raises(OSError if rank == 1 else sft.RankError, match="the disk is gone"):
         _backward(model, 0, [rank], 1.0)
-    part.put = put
+    record_optimizer.put = put
     ours.zero_grad()
     assert unchanged()
     with pytest.raises(ValueError if rank == 1 else sft.RankError, match="no such slide"), ours.together():
@@ -233,7 +233,7 @@ def _fails_on_all_or_none(rank: int) -> None:
     with pytest.raises(sft.InputError if rank == 1 else sft.RankError, match="sparse"):
         ours.step()
     ours.zero_grad()
-    assert unchanged() and part.blocks.store.generation == 0
+    assert unchanged() and record_optimizer.blocks.store.generation == 0
     _backward(model, 0, [rank], 1.0)  # all ranks are alive
     _backward(plain, 0, range(_NUM_RANKS), 1 / _NUM_RANKS)
     for optimizer in (ours, theirs):

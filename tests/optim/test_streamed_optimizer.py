@@ -112,9 +112,9 @@ def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients() -> N
     optimizer = sft.StreamedOptimizer(net, "sgd", params=[net.shared.weight, net.first.weight, net.second.weight], lr=0.1, momentum=0.5)
     theirs = torch.optim.SGD([plain.shared.weight, plain.first.weight, plain.second.weight], lr=0.1, momentum=0.5, foreach=False)
     for number in range(3):
-        for part in (net, plain):
-            part.zero_grad()
-            part(x)[number % 2].sum().backward()  # the head that is not used is not updated, momentum or not
+        for module in (net, plain):
+            module.zero_grad()
+            module(x)[number % 2].sum().backward()  # the head that is not used is not updated, momentum or not
         torch.testing.assert_close(net.shared.bias.grad, plain.shared.bias.grad, rtol=1e-12, atol=1e-12)
         assert net.shared.weight.grad is None
         optimizer.step()
@@ -127,9 +127,9 @@ def test_gradients_are_added_up_and_clipped_in_two_phases() -> None:
     net, resident = pair_of("vgg")
     ours, theirs = streamed_optimizer("sgd", net, max_norm=0.05), torch_optimizer("sgd", resident)
     for number in range(2):
-        for part in range(2):
+        for micro_step in range(2):
             for model in (net, resident):
-                model(x_of("vgg") + part + number).square().mean().backward()
+                model(x_of("vgg") + micro_step + number).square().mean().backward()
         assert torch.nn.utils.clip_grad_norm_(resident.parameters(), 0.05, foreach=False) > 0.05
         ours.step()
         theirs.step()

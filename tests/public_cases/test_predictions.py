@@ -28,7 +28,7 @@ def test_no_tile_borders_panseg_190_and_napari_convpaint_67(norm: type[nn.Module
     x = image(1, 3, *_SIZE)
     with torch.no_grad():
         full = model(x)
-        halves = torch.cat([model(part) for part in x.split(48, 2)], 2)
+        halves = torch.cat([model(half) for half in x.split(48, 2)], 2)
     assert not torch.allclose(halves, full)  # two tiles differ, more so with norms over the image
     for rows in (5, 48):
         net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(rows, None)))

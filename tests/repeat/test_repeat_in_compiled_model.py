@@ -60,7 +60,7 @@ def _model(num_blocks: int = 12, budget: int | str | None = None, block: Callabl
 
 
 def _unrolled(model: nn.Module) -> nn.Sequential:
-    return nn.Sequential(*(part.unstacked() if isinstance(part, Repeat) else copy.deepcopy(part) for part in model.children()))
+    return nn.Sequential(*(child.unstacked() if isinstance(child, Repeat) else copy.deepcopy(child) for child in model.children()))
 
 
 def _stacked_grads(unrolled: nn.Module, path: str, name: str) -> Tensor:

@@ -159,9 +159,9 @@ def test_gradients_are_added_up_and_clipped_in_two_phases() -> None:
     ours = _optimizer("sgd", model, max_norm=0.05)
     theirs = _plain_optimizer("sgd", plain)
     for step in range(3):
-        for part in range(2):
-            model(_batch(10 * step + part)).square().mean().backward()
-            plain(_batch(10 * step + part)).square().mean().backward()
+        for micro_step in range(2):
+            model(_batch(10 * step + micro_step)).square().mean().backward()
+            plain(_batch(10 * step + micro_step)).square().mean().backward()
         total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, foreach=False)
         assert total > 0.05
         ours.step()

@@ -64,8 +64,8 @@ def _least_total(dag: ValueDag) -> int:
     return best
 
 
-def _kinds(part: Division) -> set[str]:
-    return {part.kind}.union(*(_kinds(inner) for inner in part.parts))
+def _kinds(division: Division) -> set[str]:
+    return {division.kind}.union(*(_kinds(inner) for inner in division.parts))
 
 
 def test_no_subset_of_vertices_is_better() -> None:
@@ -125,7 +125,7 @@ def test_a_segment_inside_a_complex_one() -> None:
     )
     tree = division_tree(dag)
     assert tree.kind == "complex"
-    assert {(part.source, part.target, part.interior) for part in tree.parts if part.interior} == {(1, 4, (2,))}
+    assert {(division.source, division.target, division.interior) for division in tree.parts if division.interior} == {(1, 4, (2,))}
 
 
 def test_schedules_on_chains() -> None:

@@ -102,9 +102,9 @@ def _check_rows(case: tuple[Any, Tensor, Layout, torch.dtype, Interval], memory_
     expected = reference(nchw, mean, std, dtype)
     assert torch.equal(out, expected[:, :, rows.start : rows.stop])
     last = Interval(nchw.shape[0] - 1, nchw.shape[0])
-    part = destination((1, *out.shape[1:]), dtype)
-    select_samples(source, last).rows(rows, part)
-    assert torch.equal(part, out[-1:])
+    last_sample = destination((1, *out.shape[1:]), dtype)
+    select_samples(source, last).rows(rows, last_sample)
+    assert torch.equal(last_sample, out[-1:])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

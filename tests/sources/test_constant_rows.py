@@ -125,10 +125,10 @@ def _least_budget(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
     return caught.value.needed_bytes
 
 
-def _lines(pixels: Any, part: Interval, *, columns: bool) -> Any:
+def _lines(pixels: Any, interval: Interval, *, columns: bool) -> Any:
     """Rows (columns) of pixels equal to their predecessor."""
     lines = pixels.swapaxes(0, 1) if columns else pixels
-    lines = lines[:, part.start : part.stop]
+    lines = lines[:, interval.start : interval.stop]
     same = (lines[1:] == lines[:-1]).reshape(len(lines) - 1, -1).all(axis=1)
     return same
 
@@ -166,8 +166,8 @@ def test_views_state_all_constant_rows_of_their_mask(
     seen = image.read(0, 0, image.width_px, image.height_px)
     across = image.height_px if columns else image.width_px
     first = data.draw(st.integers(0, across - 1))
-    part = Interval(first, data.draw(st.integers(first + 1, across)))
-    claimed, true = image_equal_rows(image, part, columns=columns)[1:], _lines(seen, part, columns=columns)
+    interval = Interval(first, data.draw(st.integers(first + 1, across)))
+    claimed, true = image_equal_rows(image, interval, columns=columns)[1:], _lines(seen, interval, columns=columns)
     assert not (claimed & ~true).any()
     background = (
         seen
@@ -175,7 +175,7 @@ def test_views_state_all_constant_rows_of_their_mask(
             ArrayImage(np.full((1, 1, 3), (255, 254, 253), np.uint8), layout="HWC"), density=ColourAffine.of(np.eye(3) * 0.9)
         ).read(0, 0, 1, 1)
     ).all(-1)
-    lines = (background.swapaxes(0, 1) if columns else background)[:, part.start : part.stop].all(axis=1)
+    lines = (background.swapaxes(0, 1) if columns else background)[:, interval.start : interval.stop].all(axis=1)
     assert (claimed == lines[1:] & lines[:-1]).all()
 
 

@@ -42,9 +42,9 @@ def test_voxels_and_positions(tmp_path: Path, name: str, channels: int) -> None:
     assert brain.spacing_mm == (2.0, 0.75, 0.5) and brain.orientation == "LAS"
     assert np.array_equal(brain.affine, np.diag([-0.5, 0.75, 2.0, 1.0]))
     for slices in (Interval(0, 11), Interval(3, 4), Interval(9, 11), Interval(0, 2)):
-        part = brain.read(slices)
-        assert part.dtype == np.float32 and part.flags.c_contiguous
-        assert np.array_equal(part, expected[:, slices.start : slices.stop])
+        voxels = brain.read(slices)
+        assert voxels.dtype == np.float32 and voxels.flags.c_contiguous
+        assert np.array_equal(voxels, expected[:, slices.start : slices.stop])
     tensor = brain.load_tensor()
     assert tensor.shape == (1, *expected.shape) and np.array_equal(tensor[0].numpy(), expected)
 

@@ -44,9 +44,9 @@ def test_the_sum_of_all_strips(layout: Layout, num: int, intervals: list[Interva
             start = data.draw(st.integers(0, shape[0] - 1))
             batch = Interval(start, data.draw(st.integers(start + 1, shape[0])))
         # Small integers: sums are exact in every type and in any order.
-        part = torch.randint(-8, 9, (len(batch), 3, len(rows), 4), generator=torch.Generator().manual_seed(seed)).to(gradient_dtype)
-        expected[batch.start : batch.stop, :, rows.start : rows.stop] += part
-        (sink if len(batch) == shape[0] else sink.samples(batch)).add(rows, part)
+        strip = torch.randint(-8, 9, (len(batch), 3, len(rows), 4), generator=torch.Generator().manual_seed(seed)).to(gradient_dtype)
+        expected[batch.start : batch.stop, :, rows.start : rows.stop] += strip
+        (sink if len(batch) == shape[0] else sink.samples(batch)).add(rows, strip)
     sink.finish()
     sink.finish()
     written = torch.as_tensor(array)
@@ -58,8 +58,8 @@ def test_additions_keep_their_order() -> None:
     array = np.empty(SHAPE, np.float32)
     parts = [torch.full(SHAPE, value) for value in (1e8, 1.0, -1e8)]
     sink = ArraySink(array, shape=SHAPE, dtype=torch.float32)
-    for part in parts:
-        sink.add(Interval(0, 6), part)
+    for strip in parts:
+        sink.add(Interval(0, 6), strip)
     assert np.array_equal(array, ((parts[0] + parts[1]) + parts[2]).numpy())
 
 

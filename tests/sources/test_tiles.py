@@ -78,9 +78,9 @@ def test_tiles_are_rectangles_of_the_normalised_image(
     assert order == "columns" or tiles.positions_px.tolist() == [list(corner) for corner in corners]
     expected = torch.cat([full[:, :, y : y + tile[0], x : x + tile[1]] for x, y in tiles.positions_px])
     assert torch.equal(_read(tiles, chunk), expected)
-    part = torch.empty(len(tiles), 3, 1, tile[1])
-    tiles.rows(Interval(tile[0] - 1, tile[0]), part)
-    assert torch.equal(part, expected[:, :, -1:])
+    row = torch.empty(len(tiles), 3, 1, tile[1])
+    tiles.rows(Interval(tile[0] - 1, tile[0]), row)
+    assert torch.equal(row, expected[:, :, -1:])
 
 
 @pytest.mark.parametrize("chunk", [1, 4])

@@ -257,5 +257,5 @@ def test_a_file_cut_short_can_be_used_as_far_as_it_goes(tmp_path: Path) -> None:
     assert 0 < len(bad) < 20
     for top in range(0, 200, 64):
         for left in range(0, 264, 64):
-            part = slice(top, top + 64), slice(left, left + 64)
-            assert np.array_equal(read_pixels[part], np.full_like(pixels[part], 255) if (left, top) in bad else pixels[part])
+            inner = slice(top, top + 64), slice(left, left + 64)
+            assert np.array_equal(read_pixels[inner], np.full_like(pixels[inner], 255) if (left, top) in bad else pixels[inner])

@@ -105,9 +105,9 @@ def test_planning_moves_nothing_and_plans_are_data() -> None:
 def test_other_sizes_eval_no_grad_and_several_backward_passes() -> None:
     model, plain = seeded(Normed), seeded(Normed)
     net: Any = sft.compile(model, (None, 3, None, None), options=STREAM)
-    for part in (net, plain):
-        part.drop.p = 0.0
-        part.down[3].p = 0.0
+    for module in (net, plain):
+        module.drop.p = 0.0
+        module.down[3].p = 0.0
     for size in (16, 21):
         x = image(2, 3, size, size)
         for mode in (True, False):
@@ -129,14 +129,14 @@ def test_other_sizes_eval_no_grad_and_several_backward_passes() -> None:
 
 def test_parameters_without_gradients() -> None:
     model, plain = seeded(TwoHeads), seeded(TwoHeads)
-    for part in (model, plain):
-        part.tied.bias.data = part.second.bias.data  # tied by their memory
+    for module in (model, plain):
+        module.tied.bias.data = module.second.bias.data  # tied by their memory
     net: Any = sft.compile(model, (4, 8), options=STREAM)
     x = image(4, 8)
     with torch.inference_mode():
         net(x)  # the first call moves the weights to the store
-    for part in (net, plain):
-        part(x)[0].sum().backward()
+    for module in (net, plain):
+        module(x)[0].sum().backward()
     for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) is (theirs.grad is None), name
         if ours.grad is not None:

@@ -25,8 +25,8 @@ class _Calls(nn.Module):
     def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
         self.function, self.parts = function, tuple(parts)
-        for name, part in parts.items():
-            self.add_module(name, part)
+        for name, module in parts.items():
+            self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x, *(getattr(self, name) for name in self.parts))

@@ -68,7 +68,7 @@ def test_the_division_of_a_u_net() -> None:
     assert [dag.names[v] for v in tree.connecting] == ["a", "k"]
     skipped = tree.parts[1]
     assert skipped.kind == "branch"
-    assert [part.kind for part in skipped.parts] == ["linear", "edge"]
+    assert [division.kind for division in skipped.parts] == ["linear", "edge"]
     assert [dag.names[v] for v in skipped.parts[0].connecting] == ["p", "b", "j", "v"]
     assert tree.inner_bytes == sum(dag.sizes_bytes[1:-1])
 
@@ -86,7 +86,7 @@ def test_several_inputs_and_results_get_common_ends() -> None:
     assert dag.sizes_bytes[0] == dag.sizes_bytes[-1] == 0
     tree = division_tree(dag)
     assert [dag.names[v] for v in tree.connecting] == ["s"]
-    assert [part.kind for part in tree.parts] == ["branch", "branch"]
+    assert [division.kind for division in tree.parts] == ["branch", "branch"]
 
 
 @given(dags())
@@ -100,7 +100,7 @@ def _places(dag: ValueDag) -> list[int]:
     places: list[int] = []
     waiting = [division_tree(dag)]
     while waiting:
-        part = waiting.pop()
-        places += part.connecting
-        waiting += part.parts
+        division = waiting.pop()
+        places += division.connecting
+        waiting += division.parts
     return sorted(places)

@@ -97,8 +97,8 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
 
     def flops(*tiles: Interval) -> int:
         total = 0
-        for number, part in enumerate(tiles):
-            step = independent_tile(phases.run(run), extents, {run[-1]: part}, index=number)
+        for number, tile in enumerate(tiles):
+            step = independent_tile(phases.run(run), extents, {run[-1]: tile}, index=number)
             program = emit_strip(segment.scope, step, kind).finish()
             assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
             total += program.flops
@@ -166,12 +166,12 @@ def _tiles(draw: st.DrawFn) -> tuple[Dag, int, int, Interval]:
 @given(case=_tiles())
 def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
     """A tile has every input row that its results depend on; without holes in kernels, its end rows are needed."""
-    dag, axis, value, part = case
+    dag, axis, value, tile = case
     built = graph_of(dag)
     net = DagNet(every_value(dag))
     dependence = row_dependence(net, dag.shape[1:], axis)[value - 1]
-    touched = input_rows(dependence, part)
-    wanted = {f"v{value}": part}
+    touched = input_rows(dependence, tile)
+    wanted = {f"v{value}": tile}
     step = _tile(built, wanted, axis)
     lengths = tile_lengths(built.run, built.extents(axis), wanted, axis=axis)
     assert lengths == {name: len(node.new) for name, node in step.items() if node.new}

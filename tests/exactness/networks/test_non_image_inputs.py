@@ -172,7 +172,7 @@ def test_values_that_do_not_fit_wait_on_the_host() -> None:
 
 def test_a_repetition_follows_the_budget() -> None:
     model, x = seeded(_repeat), image(4, 8)
-    eager = nn.Sequential(*(part.unstacked() if isinstance(part, sft.nn.Repeat) else copy.deepcopy(part) for part in model.children()))
+    eager = nn.Sequential(*(child.unstacked() if isinstance(child, sft.nn.Repeat) else copy.deepcopy(child) for child in model.children()))
     blocks = list(eager[1].children())
     expected = eager(x)
     expected.square().sum().backward()

@@ -41,8 +41,8 @@ class _Net(nn.Module):
         fine = self.first(x)
         coarse = self.drop(self.deep(self.down(fine)))
         grown = self.up(coarse)
-        part = tuple(slice(0, min(a, b)) for a, b in zip(fine.shape[2:], grown.shape[2:], strict=True))
-        both = torch.cat([fine[(..., *part)], grown[(..., *part)]], 1)
+        overlap = tuple(slice(0, min(a, b)) for a, b in zip(fine.shape[2:], grown.shape[2:], strict=True))
+        both = torch.cat([fine[(..., *overlap)], grown[(..., *overlap)]], 1)
         features = self.last(both)
         return self.classifier(features.mean(tuple(range(2, x.dim())))), features, self.mean(fine)
 

@@ -226,9 +226,9 @@ def test_numbers_are_of_their_distribution(distribution: Distribution, dtype: to
 def test_a_tile_is_a_part_of_the_whole(distribution: Distribution) -> None:
     whole = positional_noise(torch.empty(2, 5, 9, 11, dtype=torch.float64), distribution, site=2, seed=-1)
     tile = MaskTile(shape=(1, 5, 4, 6), extents=(2, 5, 9, 11), origin=(1, 3, 5), seed=-1, site=2, draw=0, p=0.0, kind="element")
-    part = torch.empty(tile.shape, dtype=torch.float64)
-    write_noise(tile, distribution, part)
-    torch.testing.assert_close(part, whole[1:, :, 3:7, 5:], rtol=1e-14, atol=1e-15)
+    values = torch.empty(tile.shape, dtype=torch.float64)
+    write_noise(tile, distribution, values)
+    torch.testing.assert_close(values, whole[1:, :, 3:7, 5:], rtol=1e-14, atol=1e-15)
 
 
 def test_unknown_distributions_and_integers_are_refused() -> None:

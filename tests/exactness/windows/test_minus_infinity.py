@@ -91,5 +91,5 @@ def test_peaks_of_bands_merge() -> None:
     """Peaks of a band without rows, of the first rows, and of others."""
     nothing = [-torch.inf, -torch.inf]
     for parts in ([nothing, [-torch.inf, 3.0], [-torch.inf, 7.0]], [[-torch.inf, 7.0], [-torch.inf, 3.0], nothing]):
-        merged = merge_statistics("argmax", [torch.tensor([part], dtype=torch.float64) for part in parts])
+        merged = merge_statistics("argmax", [torch.tensor([band], dtype=torch.float64) for band in parts])
         assert merged.tolist() == [[-torch.inf, 3.0]]

@@ -83,7 +83,7 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     }
 
     def linear(sign: Any, mask: Tensor | None) -> dict[str, Tensor]:
-        leaves = {name: sign(part).requires_grad_() for name, part in parts.items() if name != "dy"}
+        leaves = {name: sign(tensor).requires_grad_() for name, tensor in parts.items() if name != "dy"}
         y = F.conv3d(leaves["x"], leaves["weight"], None if layer.fused else leaves["bias"], **options)
         if layer.fused:
             y = y * leaves["scale"].view(-1, 1, 1, 1) + leaves["bias"].view(-1, 1, 1, 1) + leaves["residual"]
@@ -103,10 +103,10 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     return _Problem(parts=parts, truth=truth, scale=linear(torch.abs, mask))
 
 
-def _geometry(layer: _Layer, part: tuple[range, range, range], *, adjoint: bool = False) -> VolumeGeometry:
+def _geometry(layer: _Layer, tile: tuple[range, range, range], *, adjoint: bool = False) -> VolumeGeometry:
     """Geometry of one tile of the output, or of the input for the adjoint; its source buffer has one more slice than necessary."""
     axes = []
-    for extent, window, inner in zip(layer.extents, layer.windows, part, strict=True):
+    for extent, window, inner in zip(layer.extents, layer.windows, tile, strict=True):
         length = window.outputs(extent)
         source, needed = (length, window.writes(inner.start, inner.stop)) if adjoint else (extent, window.reads(inner.start, inner.stop))
         first, last = max(0, needed[0]) - 1, min(source, needed[1]) + 1
@@ -144,8 +144,8 @@ def _parts(size: tuple[int, ...], *, one: bool) -> list[tuple[range, range, rang
     ]
 
 
-def _cut(volume: Tensor, part: tuple[range, range, range]) -> Tensor:
-    return volume[(slice(None), slice(None), *(slice(inner.start, inner.stop) for inner in part))]
+def _cut(volume: Tensor, tile: tuple[range, range, range]) -> Tensor:
+    return volume[(slice(None), slice(None), *(slice(inner.start, inner.stop) for inner in tile))]
 
 
 def _last(volume: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,8 +156,8 @@ def _spans(geometry: VolumeGeometry, side: str) -> list[Span]:
     return [getattr(axis, side) for axis in geometry.axes]
 
 
-def _forward(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
-    geometry, parts = _geometry(layer, part), problem.parts
+def _forward(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry, parts = _geometry(layer, tile), problem.parts
     x = _filled(parts["x"], _spans(geometry, "input"), dtype)
     arguments = {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
     if layer.fused:
@@ -165,16 +165,16 @@ def _forward(layer: _Layer, problem: _Problem, part: tuple[range, range, range],
     return arguments
 
 
-def _adjoint(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
-    geometry = _geometry(layer, part, adjoint=True)
+def _adjoint(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry = _geometry(layer, tile, adjoint=True)
     dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.parts["dy"], problem.truth["y"]))
     weight = problem.parts["weight"]
     weight = weight * problem.parts["scale"].view(-1, 1, 1, 1, 1) if layer.fused else weight
     return {"gradient": dy, "output": y if layer.relu else None, "weight": _last(weight, dtype), "geometry": geometry}
 
 
-def _weight(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
-    geometry = _geometry(layer, part)
+def _weight(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry = _geometry(layer, tile)
     dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.parts["dy"], problem.truth["y"]))
     x = _filled(problem.parts["x"], _spans(geometry, "input"), dtype)
     return {"gradient": dy, "output": y if layer.relu else None, "x": x, "geometry": geometry}
@@ -196,23 +196,23 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
         weights, biases = weight_slots(problem.parts["weight"])
-        for part in _parts(layer.size, one=one):
-            arguments = _forward(layer, problem, part, dtype)
+        for tile in _parts(layer.size, one=one):
+            arguments = _forward(layer, problem, tile, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
             add("launch_conv3d", {"residual": None} | arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
-            checks.append((dtype, "y", problem, part, one))
-            arguments = _weight(layer, problem, part, dtype) | {"weights": weights, "biases": biases}
+            checks.append((dtype, "y", problem, tile, one))
+            arguments = _weight(layer, problem, tile, dtype) | {"weights": weights, "biases": biases}
             options = {"precision": "ieee", "block": (64, 32, 32)}
             add("launch_volume_weight_gradient", arguments | options, ["weights", "biases"])
-            checks.append((dtype, "dw", problem, part, one))
-        for part in _parts(layer.extents, one=one):
-            arguments = _adjoint(layer, problem, part, dtype)
+            checks.append((dtype, "dw", problem, tile, one))
+        for tile in _parts(layer.extents, one=one):
+            arguments = _adjoint(layer, problem, tile, dtype)
             out = _empty((layer.num_samples, layer.channels[0], *arguments["geometry"].input_size), dtype)
             add("launch_volume_data_gradient", arguments | blocks | {"out": out}, ["out"])
-            checks.append((dtype, "dx", problem, part, one))
+            checks.append((dtype, "dx", problem, tile, one))
     wholes: dict[str, Tensor] = {}
-    for (dtype, key, problem, part, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
-        context = (str(dtype), key, part)
+    for (dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+        context = (str(dtype), key, tile)
         taps = math.prod(window.kernel for window in layer.windows)
         if key == "dw":  # tiles were added to the same slots, so every result is the last
             num_terms = layer.num_samples * math.prod(layer.size)
@@ -224,11 +224,11 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
         (result,) = results
         num_terms = taps * layer.channels[0 if key == "y" else 1] + 2
         assert_nothing_else_written(result, context)
-        assert_close(result, _cut(problem.truth[key], part), _cut(problem.scale[key], part), num_terms, context)
+        assert_close(result, _cut(problem.truth[key], tile), _cut(problem.scale[key], tile), num_terms, context)
         if dtype == torch.float32 and one:
             wholes[key] = result
         elif dtype == torch.float32:
-            assert torch.equal(result, _cut(wholes[key], part)), ("tiles have other bits than the whole", context)
+            assert torch.equal(result, _cut(wholes[key], tile)), ("tiles have other bits than the whole", context)
 
 
 @needs_triton
@@ -285,7 +285,7 @@ def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     adjoint["out"] = _empty((layer.num_samples, layer.channels[0], *layer.extents), dtype)
     weights, biases = weight_slots(problem.parts["weight"], num_splits=32)
     slots = _weight(layer, problem, outputs, dtype) | {"weights": weights, "biases": biases}
-    dw, db = (part.sum(0).to(dtype) for part in run("launch_volume_weight_gradient", slots, ["weights", "biases"]))
+    dw, db = (gradients.sum(0).to(dtype) for gradients in run("launch_volume_weight_gradient", slots, ["weights", "biases"]))
     (y,), (dx,) = run("launch_conv3d", forward, ["out"]), run("launch_volume_data_gradient", adjoint, ["out"])
     for name, result in {"y": y, "dx": dx, "dw": dw.movedim(-1, 1), "db": db}.items():
         assert_close(result, problem.truth[name], problem.scale[name], 1000, (layer.name, dtype, name))

@@ -93,7 +93,7 @@ def _statistics(norm: _Norm, x: Tensor) -> NormStatistics:
 @pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
 def test_strips_are_the_whole(norm: _Norm) -> None:
     parts, dy = _problem(norm)
-    leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in parts.items()}
     y = norm.own(leaves)
     truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
     statistics = _statistics(norm, parts["x"])
@@ -161,9 +161,9 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             arguments = common | {"first": sums.first, "second": sums.second}
             add("sums", norm, dtype, "launch_norm_sums", arguments, ["first", "second"], (sums, exact, scale) if index == 2 else None)
             back = (mean * 0.01, rstd * 0.02)
-            for weight, part in ((vectors["weight"], back), (None, None)):
-                dx = reference_norm_gradient(g, output, x, mean, rstd, weight, part)
-                arguments = common | {"weight": weight, "back": part, "out": _surrounded(x * float("nan"), dtype)}
+            for weight, back_sums in ((vectors["weight"], back), (None, None)):
+                dx = reference_norm_gradient(g, output, x, mean, rstd, weight, back_sums)
+                arguments = common | {"weight": weight, "back": back_sums, "out": _surrounded(x * float("nan"), dtype)}
                 add("gradient", norm, dtype, "launch_norm_gradient", arguments, ["out"], dx)
     for (kind, norm, dtype, truth), results in zip(checks, interpret(jobs, tmp_path), strict=True):
         context = (kind, norm.name, dtype)
@@ -302,7 +302,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
 def test_on_a_gpu(norm: _Norm, dtype: torch.dtype) -> None:
     parts, dy = _problem(norm, dtype)
-    leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in parts.items()}
     y = norm.own(leaves)
     truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True)) | {"y": y.detach()}
     x, g = _last(parts["x"]).to(dtype), _last(dy).to(dtype)

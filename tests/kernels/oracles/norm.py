@@ -162,7 +162,7 @@ def _norm_sums(
     g = _relu_gradient(gradient, output)
     dims = (2, 3) if each_sample else (0, 2, 3)
     wide = g.to(torch.promote_types(g.dtype, torch.float32))
-    sums = [part.sum(dims, dtype=torch.float64) for part in (wide, wide * _normalized(x, mean, rstd))]
+    sums = [tensor.sum(dims, dtype=torch.float64) for tensor in (wide, wide * _normalized(x, mean, rstd))]
     return sums[0].view(-1, x.shape[1]), sums[1].view(-1, x.shape[1])
 
 

@@ -46,8 +46,8 @@ def reference_average_pool(x: Tensor, geometry: Geometry, *, count_padding: bool
 def reference_average_pool_gradient(gradient: Tensor, geometry: Geometry, *, count_padding: bool, divisor: int | None) -> Tensor:
     """The gradient of the input buffer."""
     (top, _), (left, _) = spans = (geometry.height.output.data, geometry.width.output.data)
-    part = _data_view(gradient, spans).to(_wide(gradient))
-    share = part / _counts(geometry, part, (top, left), count_padding, divisor)
+    view = _data_view(gradient, spans).to(_wide(gradient))
+    share = view / _counts(geometry, view, (top, left), count_padding, divisor)
     return _scatter_taps([share] * (geometry.kernel[0] * geometry.kernel[1]), geometry).to(gradient.dtype)
 
 

@@ -19,6 +19,6 @@ def reference_resize(x: Tensor, height: BandTable, width: BandTable) -> Tensor:
             weights = height.weights[:, row, None] * width.weights[None, :, column]
             valid = (row < height.count)[:, None] & (column < width.count)
             rows, columns = (table.first + place for table, place in ((height, row), (width, column)))
-            part = x[:, :, rows.clamp(0, x.shape[2] - 1).long()][:, :, :, columns.clamp(0, x.shape[3] - 1).long()].to(wide)
-            total += torch.where(valid, part * weights, 0)
+            pixels = x[:, :, rows.clamp(0, x.shape[2] - 1).long()][:, :, :, columns.clamp(0, x.shape[3] - 1).long()].to(wide)
+            total += torch.where(valid, pixels * weights, 0)
     return total.to(x.dtype)

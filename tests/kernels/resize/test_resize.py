@@ -101,7 +101,7 @@ def _table(sampling: AxisResampling, rows: range, source: Span, *, adjoint: bool
     if not adjoint:
         (inputs, first_input), (outputs, first_output) = (outputs, first_output), (inputs, first_input)
     span = ResampledRange(sampling, 0, outputs, inputs, is_adjoint=adjoint)
-    first, count, weights = (torch.from_numpy(part).to(device) for part in band_rows(span, first_output, first_input))
+    first, count, weights = (torch.from_numpy(table).to(device) for table in band_rows(span, first_output, first_input))
     return BandTable(first=first, count=count, weights=weights)
 
 

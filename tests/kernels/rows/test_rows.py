@@ -82,5 +82,5 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     launch_move_rows([(sources[0], out[:, :, :2], False), (sources[1], out[:, :, 2:], False)])
     assert torch.equal(out, joined)
     targets = [source.clone(memory_format=torch.channels_last) for source in sources]
-    launch_move_rows([(part, target, True) for part, target in zip(parts, targets, strict=True)])
+    launch_move_rows([(operand, target, True) for operand, target in zip(parts, targets, strict=True)])
     assert all(torch.equal(target, source + source) for target, source in zip(targets, sources, strict=True))

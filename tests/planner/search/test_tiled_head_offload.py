@@ -99,9 +99,9 @@ def test_the_host_never_makes_a_plan_slower_and_lets_smaller_budgets_work(name: 
             continue
         assert plan.estimated_seconds <= 1.0001 * at_home.estimated_seconds
         faster += plan.estimated_seconds < 0.99 * at_home.estimated_seconds
-        for part in ("offload-dp", "vdnn", "optimal"):
+        for strategy in ("offload-dp", "vdnn", "optimal"):
             try:
-                other = sft.plan(model, _SHAPE, budget=budget, options=replace(_HOST, strategy=part))
+                other = sft.plan(model, _SHAPE, budget=budget, options=replace(_HOST, strategy=strategy))
             except sft.BudgetError:
                 continue
             assert plan.estimated_seconds <= 1.0001 * other.estimated_seconds or not plan.host_bytes

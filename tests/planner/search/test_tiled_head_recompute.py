@@ -43,9 +43,9 @@ def test_auto_is_exact_at_every_budget_and_no_worse_than_its_parts(name: str) ->
     for share in (0.0, 0.4):
         budget = int(least + share * (plain - least))
         report = assert_exact(model, image(*_SHAPE), budget=budget, input_grad=False)
-        for part in ("optimal", "sqrt"):
+        for strategy in ("optimal", "sqrt"):
             try:
-                other = sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=part))
+                other = sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=strategy))
             except sft.BudgetError:
                 continue
             assert report.plan.flops <= 1.05 * other.flops

@@ -304,11 +304,11 @@ def test_georeferenced_labels_of_another_place_are_refused(tmp_path: Path) -> No
     moved = write(tmp_path / "moved.tif", values, transform=transform @ rasterio.Affine.translation(10, -3))
     with pytest.raises(InputError, match=r"begins at column 10, row -3 of the image.*so 10 columns and 3 rows have no label"):
         open_labels(moved, like=scene)
-    part = open_labels(moved, like=scene, outside=255)
+    moved_labels = open_labels(moved, like=scene, outside=255)
     expected = np.full((70, 90), 255)
     expected[:67, 10:] = values[3:, :80, 0]
-    assert np.array_equal(labels_of(pickle.loads(pickle.dumps(part))), expected)
-    assert np.array_equal(labels_of(part, 67, 70), expected[67:]), "rows that are outside altogether"
+    assert np.array_equal(labels_of(pickle.loads(pickle.dumps(moved_labels))), expected)
+    assert np.array_equal(labels_of(moved_labels, 67, 70), expected[67:]), "rows that are outside altogether"
     with pytest.raises(InputError, match="the value 256: its uint8 has 0 to 255"):
         open_labels(moved, like=scene, outside=256)
     far = write(tmp_path / "far.tif", values, transform=transform @ rasterio.Affine.translation(500, 0))

@@ -51,8 +51,8 @@ def test_every_layout_and_type(dtype: str, layout: str, channels: int, compressi
     image = open_image(path, num_threads=2)
     assert isinstance(image, TiffImage) and image.dtype == dtype and image.num_channels == channels
     assert np.array_equal(image.read(0, 0, 100, 70), pixels)
-    part = image.read(13, 20, 61, 33)
-    assert part.dtype.isnative and np.array_equal(part, pixels[20:53, 13:74])
+    rectangle_pixels = image.read(13, 20, 61, 33)
+    assert rectangle_pixels.dtype.isnative and np.array_equal(rectangle_pixels, pixels[20:53, 13:74])
     copy = pickle.loads(pickle.dumps(image))
     assert np.array_equal(copy.read(5, 64, 20, 6), pixels[64:, 5:25])
     rows = rows_of(Normalized(image), 10, 40)

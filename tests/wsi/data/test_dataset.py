@@ -87,9 +87,9 @@ def test_tissue_is_detected_once_and_cropped_at_any_resolution(tmp_path: Path) -
     feed = _feed(tmp_path, tissue="mask")
     image = feed.image(record)
     assert (image.width_px, image.height_px) == (box.w, box.h)
-    part = image.read(400, 300, 200, 100)
+    pixels = image.read(400, 300, 200, 100)
     inside = tissue.region(box.x + 400, box.y + 300, 200, 100)
-    assert np.array_equal(part, np.where(inside[..., None], open_image(SLIDE).read(box.x + 400, box.y + 300, 200, 100), np.uint8(255)))
+    assert np.array_equal(pixels, np.where(inside[..., None], open_image(SLIDE).read(box.x + 400, box.y + 300, 200, 100), np.uint8(255)))
     packed = feed._masks[record.name]
     assert (
         isinstance(packed, PackedMask) and np.array_equal(packed.mask().pixels, tissue.pixels) and len(packed.data) < tissue.pixels.size / 8

@@ -161,7 +161,7 @@ def measure(case: Case) -> StepNumbers:
     seconds, cpu_seconds = time.perf_counter() - started, _cpu_seconds() - cpu_started
     process_bytes = peak_rss_bytes()
     reading: sft.Reading = net.last_reading
-    parts = (reading.forward, reading.backward)
+    passes = (reading.forward, reading.backward)
     gradients = [parameter.grad for parameter in model.parameters()]
     return StepNumbers(
         size=case.size,
@@ -174,9 +174,9 @@ def measure(case: Case) -> StepNumbers:
         process_bytes=process_bytes,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        read_seconds=sum(result.read_seconds for result in parts),
-        waited_seconds=sum(result.waited_seconds for result in parts),
-        num_rows_read=sum(result.num_rows_read for result in parts),
+        read_seconds=sum(result.read_seconds for result in passes),
+        waited_seconds=sum(result.waited_seconds for result in passes),
+        num_rows_read=sum(result.num_rows_read for result in passes),
         loss=loss.item(),
         is_finite=all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients),
     )

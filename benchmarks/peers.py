@@ -230,9 +230,9 @@ class Bench:
         self.written = write_results(self.stem, raw, self.tables(), _NOTES, peers_figure(self.records))
 
 
-def _same_plan(one: PeerRecord, other: PeerRecord) -> bool:
+def _same_plan(record: PeerRecord, other: PeerRecord) -> bool:
     """True for two budgets that lead to one plan."""
-    plans = [each.reading.plan for each in (one, other) if each.reading is not None and each.reading.plan is not None]
+    plans = [each.reading.plan for each in (record, other) if each.reading is not None and each.reading.plan is not None]
     return len(plans) == 2 and plans[0].segments == plans[1].segments and plans[0].projected_peak_bytes == plans[1].projected_peak_bytes
 
 

@@ -114,11 +114,11 @@ def main() -> int:
     for prediction in predictions(args.size, args.steps):
         predicted.append(prediction)
         console.print(" | ".join(prediction.cells()), markup=False)
-    table = Table(title="Predicted and measured time of a training step", headers=HEADERS, rows=[one.cells() for one in predicted])
+    table = Table(title="Predicted and measured time of a training step", headers=HEADERS, rows=[each.cells() for each in predicted])
     raw = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "results": [{**asdict(one), "ratio": one.ratio} for one in predicted],
+        "results": [{**asdict(each), "ratio": each.ratio} for each in predicted],
     }
     notes = (
         "Processor seconds of one thread. Predicting runs each distinct program of the plan a few times; its seconds include capture and "

@@ -95,13 +95,13 @@ def measure_speed(case: SpeedCase) -> dict[str, list[Speed]]:
     Raises:
         ValueError: two readers do not see the same pixels.
     """
-    one, many, theirs = TiffImage(case.path, num_threads=1), TiffImage(case.path, num_threads=case.threads), Slide(case.path)
+    single, many, theirs = TiffImage(case.path, num_threads=1), TiffImage(case.path, num_threads=case.threads), Slide(case.path)
     half = Resampled(AtLevel(TiffImage(case.path, num_threads=1), 0), Fraction(2), Fraction(2))
-    decoded = Cached(TiffImage(case.path, num_threads=1), host_budget_bytes=PIECE_ROWS * one.width_px * 3)
-    places = [round * PIECE_ROWS % (one.height_px - PIECE_ROWS) // TILE_PX * TILE_PX for round in range(case.num_rounds + 1)]
-    _check_same(one, theirs)
+    decoded = Cached(TiffImage(case.path, num_threads=1), host_budget_bytes=PIECE_ROWS * single.width_px * 3)
+    places = [round * PIECE_ROWS % (single.height_px - PIECE_ROWS) // TILE_PX * TILE_PX for round in range(case.num_rounds + 1)]
+    _check_same(single, theirs)
     readers: dict[str, Callable[[int], int]] = {
-        "tiles, 1 thread": lambda top: _read_rows(one, top, PIECE_ROWS),
+        "tiles, 1 thread": lambda top: _read_rows(single, top, PIECE_ROWS),
         f"tiles, {case.threads} threads": lambda top: _read_rows(many, top, PIECE_ROWS),
         "OpenSlide": lambda top: _read_rows(theirs, top, PIECE_ROWS),
         # Compressed bytes, as for the other readers.

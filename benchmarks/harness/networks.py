@@ -85,17 +85,17 @@ class Network:
         def run(x: Tensor) -> Tensor:
             values: dict[int, Any] = {0: x}
             for target in sorted(chosen - {0}):
-                parts = feeding[target]
+                feeds = feeding[target]
                 direct = any(a in chosen for a in graph.predecessors(target))
-                if len(parts) == 1 and not direct:
-                    source, inside = parts[0]
+                if len(feeds) == 1 and not direct:
+                    source, inside = feeds[0]
                     order = (*sorted(inside), target)
                     segment = self._segment(source, order, (target,))
                     made = segment(values[source]) if target == last else _again(segment, values[source])
                     values[target] = made[0]
                     continue
                 here = {a: values[a] for a in graph.predecessors(target) if a in chosen}
-                for source, inside in parts:
+                for source, inside in feeds:
                     ends = tuple(sorted(a for a in graph.predecessors(target) if a in inside))
                     here.update(zip(ends, _again(self._segment(source, tuple(sorted(inside)), ends), values[source]), strict=True))
                 values[target] = self._run_group(target, here)
@@ -221,13 +221,13 @@ def _chain_concatenations(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is not torch.cat:
             continue
-        parts = tuple(node.args[0])
+        operands = tuple(node.args[0])
         for before in reversed(earlier):
             known = tuple(before.meta["parts"])
-            if len(known) < len(parts) and parts[: len(known)] == known:
-                node.args = ([before, *parts[len(known) :]], *node.args[1:])
+            if len(known) < len(operands) and operands[: len(known)] == known:
+                node.args = ([before, *operands[len(known) :]], *node.args[1:])
                 break
-        node.meta["parts"] = parts
+        node.meta["parts"] = operands
         earlier.append(node)
     module.recompile()
 

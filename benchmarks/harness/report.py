@@ -112,18 +112,18 @@ def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], note
     """Write `<stem>.json`, `<stem>.md` and, with a figure, `<stem>.png`; returns their names for the terminal."""
     with atomic_write(stem.with_name(stem.name + ".json")) as temporary:
         temporary.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    parts = [f"# {stem.name}", notes]
+    sections = [f"# {stem.name}", notes]
     for table in tables:
-        parts += [f"## {table.title}", table.markdown()]
+        sections += [f"## {table.title}", table.markdown()]
     picture = stem.with_name(stem.name + ".png")
     if figure is None:
         picture.unlink(missing_ok=True)
     else:
         with atomic_write(picture) as temporary:
             figure.savefig(temporary, dpi=150)
-        parts.append(f"![plot]({picture.name})")
-    parts.append("## Environment")
-    parts.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
+        sections.append(f"![plot]({picture.name})")
+    sections.append("## Environment")
+    sections.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
     with atomic_write(stem.with_name(stem.name + ".md")) as temporary:
-        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        temporary.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return f"written: {stem.name}.json, .md" + (", .png" if figure is not None else "")

@@ -197,15 +197,15 @@ def table(records: Sequence[Record]) -> str:
 def write(stem: Path, records: Sequence[Record], ceilings: Ceilings | None, facts: dict[str, str]) -> None:
     """Save the results so far."""
     raw = {"environment": facts, "ceilings": None if ceilings is None else asdict(ceilings), "cases": [asdict(r) for r in records]}
-    parts = [f"# {stem.name}", "Medians, with the quantiles 0.2 and 0.8. The error is the largest relative L2 error, at a small size."]
+    sections = [f"# {stem.name}", "Medians, with the quantiles 0.2 and 0.8. The error is the largest relative L2 error, at a small size."]
     if ceilings is not None:
         rates = ", ".join(f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in ceilings.flops_per_second.items())
-        parts.append(
+        sections.append(
             f"Measured ceilings: copies {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s, in the cache "
             f"{ceilings.cached_bytes_per_second / 1e12:.2f} TB/s, matrix products {rates} (bf16x3: a third of bf16)."
         )
-    parts += [table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
-    contents = {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(parts) + "\n"}
+    sections += [table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
+    contents = {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(sections) + "\n"}
     stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, content in contents.items():
         temporary = stem.with_name(f".{stem.name}{suffix}.{os.getpid()}.tmp")

@@ -222,8 +222,8 @@ def convolution_cases() -> list[Case]:
         cases.append(Case(name=name, family=family, dtypes=_FLOATS, build=build, large=large, small=small))
 
     def add_single(name: str, build: Callable[[Draw], Problem], dtype: torch.dtype, size: int, precision: str | None = None) -> None:
-        one = Case(name=name, family="conv2d", dtypes=(dtype,), build=build, large=(size, size), small=(34, 45), precision=precision)
-        cases.append(one)
+        case = Case(name=name, family="conv2d", dtypes=(dtype,), build=build, large=(size, size), small=(34, 45), precision=precision)
+        cases.append(case)
 
     layers = {"vgg 1_2": (64, 64, 2048), "vgg 2_2": (128, 128, 1024), "vgg 3_2": (256, 256, 512), "vgg 5_1": (512, 512, 128)}
     for name, (num_in, num_out, extent) in layers.items():

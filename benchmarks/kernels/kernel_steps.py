@@ -328,10 +328,10 @@ def write_steps(stem: Path, records: Sequence[StepRecord], facts: dict[str, str]
         "Medians, with least and most. Allocated and projected bytes are above the start of a step, as the allocator counts them. Reserved "
         "bytes contain resident tensors, and are compared with the plan's projection of the same."
     )
-    parts = [f"# {stem.name}", notes]
-    parts += [step_table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
+    sections = [f"# {stem.name}", notes]
+    sections += [step_table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, content in {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(parts) + "\n"}.items():
+    for suffix, content in {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(sections) + "\n"}.items():
         temporary = stem.with_name(f".{stem.name}{suffix}.{os.getpid()}.tmp")
         temporary.write_text(content)
         os.replace(temporary, stem.with_name(stem.name + suffix))

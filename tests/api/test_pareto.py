@@ -65,9 +65,9 @@ def test_rows_match_the_plans(captured: list[object], tmp_path: Path) -> None:
 
 
 def test_one_strategy_and_one_budget_need_no_list() -> None:
-    one = sft.pareto(_model(), _SHAPE, budgets="1MiB", strategies="auto")
-    assert one == sft.pareto(_model(), _SHAPE, budgets=["1MiB"], strategies=("auto",)) and [row.strategy for row in one] == ["auto"]
-    assert sft.pareto(_model(), _SHAPE, budgets=2**20, strategies="auto") == one
+    rows = sft.pareto(_model(), _SHAPE, budgets="1MiB", strategies="auto")
+    assert rows == sft.pareto(_model(), _SHAPE, budgets=["1MiB"], strategies=("auto",)) and [row.strategy for row in rows] == ["auto"]
+    assert sft.pareto(_model(), _SHAPE, budgets=2**20, strategies="auto") == rows
 
 
 def test_a_list_of_budgets_replaces_the_default_and_infeasible_strategies_are_left_out() -> None:

@@ -472,9 +472,11 @@ def _assert_same_gradients(net: nn.Module, model: nn.Module) -> None:
         assert grad is not None, name
         before, is_stacked, behind = name.partition(".block.")
         if is_stacked:  # a repetition: block after block
-            parts = [expected.pop(f"{before}.{number}.{behind}") for number in range(len(grad))]
-            assert all(gradient is not None for gradient in parts)
-            torch.testing.assert_close(grad, torch.stack([gradient for gradient in parts if gradient is not None]), rtol=1e-9, atol=1e-11)
+            gradients = [expected.pop(f"{before}.{number}.{behind}") for number in range(len(grad))]
+            assert all(gradient is not None for gradient in gradients)
+            torch.testing.assert_close(
+                grad, torch.stack([gradient for gradient in gradients if gradient is not None]), rtol=1e-9, atol=1e-11
+            )
         else:
             torch.testing.assert_close(grad, expected.pop(name), rtol=1e-9, atol=1e-11)
     assert not expected

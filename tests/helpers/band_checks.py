@@ -119,8 +119,8 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
         reseed(eager, seed_of(step))
         joined = torch.cat([x.detach() for x in images]).requires_grad_(True)
         outputs: list[Tensor] = pytree.tree_leaves(eager(joined))
-        parts = [list(y.chunk(count)) for y in outputs]
-        loss = sum((chunk * w).sum() for whole, w in zip(parts, weights, strict=True) for chunk in whole)
+        chunks = [list(y.chunk(count)) for y in outputs]
+        loss = sum((chunk * w).sum() for whole, w in zip(chunks, weights, strict=True) for chunk in whole)
         assert isinstance(loss, Tensor)
         loss.backward()
         for parameter in eager.parameters():
@@ -129,7 +129,7 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
         assert joined.grad is not None
         for own, gradient in zip(images, joined.grad.chunk(count), strict=True):
             own.grad = gradient.clone()
-        return [[whole[r].detach() for whole in parts] for r in range(count)]
+        return [[whole[r].detach() for whole in chunks] for r in range(count)]
     start = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     first: dict[str, Tensor] = {}
     replicas = []

@@ -104,7 +104,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
         known = _KNOWN.setdefault(key, [])
-        known_capture = next((one for one in known if modes.satisfies(one.guard_values) and one.bind(shapes) is not None), None)
+        known_capture = next((each for each in known if modes.satisfies(each.guard_values) and each.bind(shapes) is not None), None)
         if known_capture is None:
             known_capture = _shared(model, shapes, *arguments, modes=modes, **keywords)
             known.append(known_capture)

@@ -58,7 +58,7 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
         return (*before, backward_op(i), *after, *saved, *free_op(grad_name(i)))
 
     @cache
-    def parts(i: int, j: int, pending: bool) -> tuple[tuple[Operation, ...], ...]:
+    def sequences_of(i: int, j: int, pending: bool) -> tuple[tuple[Operation, ...], ...]:
         if pending and i == j:
             return ((loss_op(),),)
         first = chain.stage(i + 1)
@@ -66,16 +66,18 @@ def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ..
             if first.is_light:
                 return ((backward_op(j), *free_op(grad_name(j))),)
             return ((forward_op(j, save=True), *returning(j)),)
-        sequences = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
+        sequences = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in sequences_of(i + 1, j, pending)]
         forwards: tuple[Operation, ...] = ()
         for k in range(i + 1, j + 1 if pending else j):
             forwards = (*forwards, forward_op(k), *(free_op(activation_name(k - 1)) if k > i + 1 else ()))
             sequences += [
-                (*forwards, *right, *free_op(activation_name(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)
+                (*forwards, *right, *free_op(activation_name(k)), *left)
+                for right in sequences_of(k, j, pending)
+                for left in sequences_of(i, k, False)
             ]
         return tuple(sequences)
 
-    yield from parts(0, chain.num_stages, True)
+    yield from sequences_of(0, chain.num_stages, True)
 
 
 def fastest_of_all_states(chain: StageChain, budget_bytes: int) -> float | None:

@@ -141,8 +141,8 @@ class _InOrder(nn.Module):
             self.dropout.site = self.sites.next  # type: ignore[assignment]
             self.sites.next += 1
         if self.axes is not None and x.dim() == self.axes + 1:  # to a dropout of more axes this is one sample
-            one: Tensor = self.dropout(x.unsqueeze(0)).squeeze(0)
-            return one
+            output: Tensor = self.dropout(x.unsqueeze(0)).squeeze(0)
+            return output
         y: Tensor = self.dropout(x)
         return y
 

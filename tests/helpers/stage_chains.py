@@ -108,4 +108,4 @@ def assert_same_bits_in_stages(original: nn.Module, shape: tuple[int, ...], stra
         steps.append((len(net.plan.segments), [y.detach(), *model.buffers(), *(param.grad for param in model.parameters())]))
     (num_stages, staged), (num_whole, whole) = steps
     assert num_stages > num_whole == 1
-    assert all(torch.equal(one, other) for one, other in zip(staged, whole, strict=True))
+    assert all(torch.equal(staged_value, other) for staged_value, other in zip(staged, whole, strict=True))

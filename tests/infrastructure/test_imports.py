@@ -112,8 +112,8 @@ def test_every_module_can_be_imported_first() -> None:
     trees: dict[str, ast.Module] = {}
     for folder, package in ((_ROOT / "sft", "sft"), (_ROOT / "analysis", "sft.analysis"), (_ROOT / "kernels", "sft.kernels")):
         for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            trees[".".join((package, *(component for component in parts if component != "__init__")))] = ast.parse(
+            components = path.relative_to(folder).with_suffix("").parts
+            trees[".".join((package, *(component for component in components if component != "__init__")))] = ast.parse(
                 path.read_text(encoding="utf-8")
             )
     assert len(trees) > 300

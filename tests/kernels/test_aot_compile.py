@@ -25,21 +25,28 @@ def _conv(num_in: int, num_out: int, dtype: torch.dtype, *, groups: int = 1, str
     return {"geometry": geometry, "weight": weight, "x": meta_image(num_in, dtype), "y": meta_image(num_out, dtype, geometry.output_size)}
 
 
-def _forward(precision: str, parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    bias = parts["weight"].new_empty(parts["weight"].shape[0])
-    arguments = {"x": parts["x"], "weight": parts["weight"], "bias": bias, "residual": parts["y"], "out": parts["y"], "relu": True}
-    return arguments | {"geometry": parts["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
+def _forward(precision: str, operands: dict[str, Any], **more: Any) -> dict[str, Any]:
+    bias = operands["weight"].new_empty(operands["weight"].shape[0])
+    arguments = {
+        "x": operands["x"],
+        "weight": operands["weight"],
+        "bias": bias,
+        "residual": operands["y"],
+        "out": operands["y"],
+        "relu": True,
+    }
+    return arguments | {"geometry": operands["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
 
 
-def _adjoint(precision: str, parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    arguments = {"gradient": parts["y"], "output": parts["y"], "weight": parts["weight"], "out": parts["x"]}
-    return arguments | {"geometry": parts["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
+def _adjoint(precision: str, operands: dict[str, Any], **more: Any) -> dict[str, Any]:
+    arguments = {"gradient": operands["y"], "output": operands["y"], "weight": operands["weight"], "out": operands["x"]}
+    return arguments | {"geometry": operands["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
 
 
-def _weight(precision: str, parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    slots = torch.empty(32, *parts["weight"].permute(0, 2, 3, 1).shape, device="meta")
-    arguments = {"gradient": parts["y"], "output": parts["y"], "x": parts["x"], "weights": slots, "biases": slots[..., 0, 0, 0]}
-    return arguments | {"geometry": parts["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
+def _weight(precision: str, operands: dict[str, Any], **more: Any) -> dict[str, Any]:
+    slots = torch.empty(32, *operands["weight"].permute(0, 2, 3, 1).shape, device="meta")
+    arguments = {"gradient": operands["y"], "output": operands["y"], "x": operands["x"], "weights": slots, "biases": slots[..., 0, 0, 0]}
+    return arguments | {"geometry": operands["geometry"]} | ({"precision": precision, "groups": 1} if precision else {}) | more
 
 
 def _gates() -> dict[str, list[Gate]]:
@@ -98,10 +105,10 @@ def _gates() -> dict[str, list[Gate]]:
 def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
     """All splits of the convolutions of a class that a measured table may choose, without row-streaming ones, which have their own
     test."""
-    parts, matrix, gates = _conv(128, 128, dtype), numbers != "ieee", []
+    operands, matrix, gates = _conv(128, 128, dtype), numbers != "ieee", []
     pooled, taps = meta_image(128, dtype, (_ROWS // 2, _COLUMNS // 2)), meta_image(32, torch.uint8, (_ROWS // 2, _COLUMNS // 2))
     name: NumberFormat = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
-    forward, adjoint, weight = _forward(numbers, parts), _adjoint(numbers, parts), _weight(numbers, parts)
+    forward, adjoint, weight = _forward(numbers, operands), _adjoint(numbers, operands), _weight(numbers, operands)
     launches: list[tuple[str, str, str, dict[str, Any]]] = [
         ("conv2d", "conv.forward2d_triton", "launch_conv2d", forward),
         ("conv2d", "conv.forward2d_triton", "launch_conv2d", forward | {"residual": None, "out": pooled, "taps": taps}),

@@ -34,20 +34,20 @@ def _operands(num_in: int, num_out: int, size: tuple[int, ...]) -> dict[str, Any
 
 
 def _launch(kind: str, num_channels: int, *, masked: bool, size: tuple[int, ...] = _SIZE) -> dict[str, Any]:
-    parts = _operands(num_channels, num_channels, size)
-    x, y, output = parts["x"], parts["y"], parts["y"] if masked else None
+    operands = _operands(num_channels, num_channels, size)
+    x, y, output = operands["x"], operands["y"], operands["y"] if masked else None
     is_image = len(size) == 2
-    common = {"geometry": parts["geometry"], "precision": "bf16"} | ({"groups": 1} if is_image else {})
+    common = {"geometry": operands["geometry"], "precision": "bf16"} | ({"groups": 1} if is_image else {})
     dimensions = "2d" if is_image else "3d"
     if kind == "forward":
         bias = torch.empty(num_channels, dtype=_HALF, device="meta")
-        arguments = common | {"x": x, "weight": parts["weight"], "bias": bias, "residual": None, "out": y, "relu": True}
+        arguments = common | {"x": x, "weight": operands["weight"], "bias": bias, "residual": None, "out": y, "relu": True}
         name = "launch_conv" + dimensions
     elif kind == "data_grad":
-        arguments = common | {"gradient": y, "output": output, "weight": parts["weight"], "out": x}
+        arguments = common | {"gradient": y, "output": output, "weight": operands["weight"], "out": x}
         name = "launch_data_gradient" if is_image else "launch_volume_data_gradient"
     else:
-        sums = {"weights": parts["slots"], "biases": parts["biases"], "accumulate": False}
+        sums = {"weights": operands["slots"], "biases": operands["biases"], "accumulate": False}
         arguments = common | {"gradient": y, "output": output, "x": x} | sums
         name = "launch_weight_gradient" if is_image else "launch_volume_weight_gradient"
     module = f"sft.kernels.conv.{kind}{dimensions}_triton"

@@ -78,10 +78,10 @@ def test_a_trace_replays_to_the_result_and_gradients_of_its_function(function: C
     wanted = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
     output, gradients = _replay(trace, [x, weight], grad)
     torch.testing.assert_close(output, expected.detach())
-    for one, other in zip(gradients, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert (gradient is None) == (other is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, other)
 
 
 def test_dead_calls_are_dropped() -> None:

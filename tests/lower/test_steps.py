@@ -35,10 +35,10 @@ def _resolved(value: Any) -> Any:
     return torch.device("cpu") if value is DEVICE else value
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return one is other if isinstance(one, torch.Tensor) else type(one) is type(other) and one == other
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    return value is other if isinstance(value, torch.Tensor) else type(value) is type(other) and value == other
 
 
 @given(arguments=st.lists(_ARGUMENTS, max_size=4), keywords=st.dictionaries(st.sampled_from("abc"), _ARGUMENTS))

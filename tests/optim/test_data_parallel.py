@@ -126,11 +126,11 @@ def _equal_torch(rank: int, kind: str, two_phase: bool) -> None:
     names = [name for name, _ in model.named_parameters()]
     reference = {name: theirs.state.get(p, {}) for name, p in plain.named_parameters()}
     for index, name in enumerate(names):
-        parts = [reference[name.replace("blocks.block.", f"blocks.{number}.")] for number in range(_NUM_BLOCKS)]
+        records = [reference[name.replace("blocks.block.", f"blocks.{number}.")] for number in range(_NUM_BLOCKS)]
         for slot, value in state["state"].get(index, {}).items():
             if slot == "step":
                 continue
-            whole = torch.stack([record[slot] for record in parts]) if "blocks." in name else parts[0][slot]
+            whole = torch.stack([record[slot] for record in records]) if "blocks." in name else records[0][slot]
             torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12, msg=f"{name}: {slot}")
     fields = _repeat(model).streamed.store.layouts[0].fields  # type: ignore[union-attr]  # it streams
     num_own = 27 + 1 + (1, 0, 0)[rank] + (1, 1, 0)[rank]  # of 81, 3, 1 and 2 elements

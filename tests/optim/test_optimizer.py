@@ -189,4 +189,4 @@ def test_deep_copies_make_the_same_step() -> None:
     for module, optimizer in ((model, AdamW(model.parameters(), lr=0.1)), copies):
         module(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), copies[0].parameters(), strict=True))
+    assert all(torch.equal(parameter, other) for parameter, other in zip(model.parameters(), copies[0].parameters(), strict=True))

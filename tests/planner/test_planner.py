@@ -176,8 +176,8 @@ def test_panels_where_strips_do_not_fit() -> None:
     report = assert_exact(model, image(*shape), budget=needed, steps=1, input_grad=False)
     (segment,) = (segment for segment in report.plan.segments if segment.mode == "tiled")
     assert segment.num_panels > 1
-    one = sft.plan(model, shape, options=sft.Options(tile=(1, None), state_every=8))
-    assert needed < one.total_bytes
+    row_strips = sft.plan(model, shape, options=sft.Options(tile=(1, None), state_every=8))
+    assert needed < row_strips.total_bytes
 
 
 def test_restarted_sweeps_keep_the_states_of_one_panel() -> None:

@@ -153,8 +153,8 @@ def test_measured_seconds_are_not_mixed_with_estimated_ones() -> None:
 def test_a_timeline_survives_json_and_is_frozen() -> None:
     plan = sft.plan(_Model(), _SHAPE, options=sft.Options(tile=(8, None)))
     measured = replace(plan, timeline=plan.timeline.measured([0.1 * number for number in range(len(plan.timeline.entries))]))
-    for one in (plan, measured):
-        assert sft.Plan.from_json(one.to_json()) == one
+    for each in (plan, measured):
+        assert sft.Plan.from_json(each.to_json()) == each
     with pytest.raises(FrozenInstanceError):
         plan.timeline.entries = ()  # type: ignore[misc]  # what must raise
     damages: list[dict[str, Any]] = [{"peak_bytes": 1}, {"move": "X3"}, {"move": None}, {"peak_bytes": "much"}, {"other": 1}]

@@ -91,7 +91,9 @@ def test_results_are_those_of_the_unrolled_model(block: Callable[[], nn.Module])
         errors = gradient_errors({name: parameter.grad for name, parameter in net.named_parameters()}, expected)
         assert max(errors.values()) <= 1e-10, errors
         for name, buffer in net[4].block.named_buffers():
-            torch.testing.assert_close(buffer, torch.stack([one.get_buffer(name) for one in eager[4].children()]), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                buffer, torch.stack([child.get_buffer(name) for child in eager[4].children()]), rtol=1e-12, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -212,8 +214,8 @@ def _same_step(net: Any, eager: Any) -> None:
 def test_several_repetitions_and_one_that_is_called_twice() -> None:
     def make() -> nn.Module:
         blocks = Repeat(Residual, 4, budget="96KiB")
-        parts = (nn.Conv2d(3, 4, 3, stride=4), blocks, nn.ReLU(), blocks, Repeat(_tanh, 3), nn.AdaptiveAvgPool2d(2))
-        return nn.Sequential(*parts)
+        modules = (nn.Conv2d(3, 4, 3, stride=4), blocks, nn.ReLU(), blocks, Repeat(_tanh, 3), nn.AdaptiveAvgPool2d(2))
+        return nn.Sequential(*modules)
 
     model = seeded(make)
     assert_exact(model, image(*_SHAPE))

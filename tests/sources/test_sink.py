@@ -56,11 +56,11 @@ def test_the_sum_of_all_strips(layout: Layout, num: int, intervals: list[Interva
 
 def test_additions_keep_their_order() -> None:
     array = np.empty(SHAPE, np.float32)
-    parts = [torch.full(SHAPE, value) for value in (1e8, 1.0, -1e8)]
+    strips = [torch.full(SHAPE, value) for value in (1e8, 1.0, -1e8)]
     sink = ArraySink(array, shape=SHAPE, dtype=torch.float32)
-    for strip in parts:
+    for strip in strips:
         sink.add(Interval(0, 6), strip)
-    assert np.array_equal(array, ((parts[0] + parts[1]) + parts[2]).numpy())
+    assert np.array_equal(array, ((strips[0] + strips[1]) + strips[2]).numpy())
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,12 @@ def test_a_program_is_recorded_once(train_norm: bool) -> None:
     net.plan_for(x)
     store, recorder = _with_recordings(net)
     gradients = []
-    for one in (net, plain):
+    for module in (net, plain):
         for _ in range(4):
-            one(x).square().sum().backward()
-            gradients.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+            module(x).square().sum().backward()
+            gradients.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
     assert recorder.num_records == len(store.programs) < store.num_replays
-    ours, theirs = ([p.grad for p in one.parameters()] for one in (net, plain))
+    ours, theirs = ([p.grad for p in module.parameters()] for module in (net, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
     # Moved weights belong to another program.
     with torch.no_grad():

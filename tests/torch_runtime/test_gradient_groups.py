@@ -29,16 +29,16 @@ def test_groups_are_small_and_in_order(sizes: list[int]) -> None:
     most_bytes = max([*sizes, -(-sum(sizes) // 8)], default=0)
     totals = [sum(by_name[name] for name in group) for group in groups]
     assert max(totals, default=0) <= most_bytes
-    assert all(one + other > most_bytes - max(sizes) for one, other in zip(totals[::2], totals[1::2], strict=False))
+    assert all(size + other > most_bytes - max(sizes) for size, other in zip(totals[::2], totals[1::2], strict=False))
 
 
 def _warmed_up(make: Callable[[], nn.Module] = Residual) -> tuple[Any, Any, Any]:
     """A network with recorded passes, one without, and the recordings."""
     net, plain = _pair(make)
     graphs, _ = _recorded(net, _input(0))
-    for one in (net, plain):
+    for module in (net, plain):
         for seed in range(2):
-            _step(one, _input(seed))
+            _step(module, _input(seed))
     return net, plain, graphs
 
 
@@ -71,10 +71,10 @@ def test_a_group_is_accumulated_before_the_next_one_is_copied(monkeypatch: pytes
 def test_gradients_of_some_parameters_outlive_the_next_replay() -> None:
     net, plain, graphs = _warmed_up()
     results = []
-    for one in (net, plain):
-        chosen = [*one.parameters()][1:3]
-        grads = torch.autograd.grad(one(_input(2)).square().sum(), chosen)
-        _step(one, _input(3))
+    for module in (net, plain):
+        chosen = [*module.parameters()][1:3]
+        grads = torch.autograd.grad(module(_input(2)).square().sum(), chosen)
+        _step(module, _input(3))
         results.append([*grads])
     _assert_close(*results)
     assert graphs.is_enabled and graphs.num_replays == 3
@@ -84,18 +84,18 @@ def test_a_call_while_gradients_are_copied_leaves_them_as_they_are() -> None:
     """A hook of a parameter may compute other gradients before the other groups are copied."""
     net, plain, _ = _warmed_up()
     results = []
-    for one in (net, plain):
-        one.zero_grad(set_to_none=True)
+    for module in (net, plain):
+        module.zero_grad(set_to_none=True)
 
-        def call(parameter: Tensor, one: Any = one) -> None:
+        def call(parameter: Tensor, module: Any = module) -> None:
             with torch.enable_grad():
-                torch.autograd.grad(one(_input(4)).sum(), [parameter])
+                torch.autograd.grad(module(_input(4)).sum(), [parameter])
 
-        handles = [parameter.register_post_accumulate_grad_hook(call) for parameter in one.parameters()]
-        one(_input(2)).square().sum().backward()
+        handles = [parameter.register_post_accumulate_grad_hook(call) for parameter in module.parameters()]
+        module(_input(2)).square().sum().backward()
         for handle in handles:
             handle.remove()
-        results.append([parameter.grad for parameter in one.parameters()])
+        results.append([parameter.grad for parameter in module.parameters()])
     _assert_close(*results)
 
 

@@ -141,8 +141,8 @@ def test_replayed_steps_are_the_same(make: Callable[[], nn.Module], options: dic
     for seed in range(4):
         _assert_close(_step(net, _input(seed), seed), _step(plain, _input(seed), seed))
         with torch.no_grad():  # an optimizer's step in place
-            for one in (net, plain):
-                for parameter in one.parameters():
+            for module in (net, plain):
+                for parameter in module.parameters():
                     parameter.sub_(parameter.grad, alpha=1e-3)
     assert recorder.num_records == 2 and graphs.num_replays == 3
 
@@ -168,9 +168,9 @@ def test_results_outlive_the_next_replay() -> None:
 def test_gradients_accumulate() -> None:
     net, plain = _pair()
     graphs, _ = _recorded(net, _input(0))
-    for one in (net, plain):
+    for module in (net, plain):
         for seed in range(3):
-            one(_input(seed)).square().sum().backward()
+            module(_input(seed)).square().sum().backward()
     _assert_close([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
     assert graphs.num_replays == 2
 
@@ -179,19 +179,19 @@ def test_gradients_accumulate() -> None:
 def test_a_repeated_backward_pass(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     net, plain = _pair(make, **options)
     graphs, _ = _recorded(net, _input(0))
-    for one in (net, plain):
+    for module in (net, plain):
         for _ in range(2):
-            _step(one, _input(0))
+            _step(module, _input(0))
     results = []
-    for one in (net, plain):
-        one.zero_grad(set_to_none=True)
+    for module in (net, plain):
+        module.zero_grad(set_to_none=True)
         x = _input(1)
-        y = one(x)
+        y = module(x)
         y.sum().backward(retain_graph=True)
         y.square().sum().backward()
-        results.append(_results(one, x, y))
+        results.append(_results(module, x, y))
         _assert_close(results[-1], results[0])
-        _step(one, _input(2))
+        _step(module, _input(2))
     assert graphs.is_enabled and graphs.num_replays == 3
 
 
@@ -201,13 +201,13 @@ def test_a_second_call_before_the_backward_pass_runs_without_graphs() -> None:
     for _ in range(2):
         _step(net, _input(0))
     results = []
-    for one in (net, plain):
-        one.zero_grad(set_to_none=True)
+    for module in (net, plain):
+        module.zero_grad(set_to_none=True)
         x, other = _input(1), _input(2)
-        first, second = one(x), one(other)
+        first, second = module(x), module(other)
         (first.square().sum() + second.square().sum()).backward()
         assert x.grad is not None and other.grad is not None
-        results.append([first.detach(), second.detach(), x.grad, other.grad, *(p.grad for p in one.parameters())])
+        results.append([first.detach(), second.detach(), x.grad, other.grad, *(p.grad for p in module.parameters())])
     _assert_close(*results)
     assert not graphs.is_enabled and recorder.num_closed
     _assert_close(_step(net, _input(3)), _step(plain, _input(3)))
@@ -229,14 +229,14 @@ def test_an_inference_between_forward_and_backward() -> None:
     for _ in range(2):
         _step(net, _input(0))
     results = []
-    for one in (net, plain):
-        one.zero_grad(set_to_none=True)
+    for module in (net, plain):
+        module.zero_grad(set_to_none=True)
         x = _input(1)
-        y = one(x)
+        y = module(x)
         with torch.no_grad():
-            other = one(_input(2))
+            other = module(_input(2))
         y.square().sum().backward()
-        results.append([*_results(one, x, y), other])
+        results.append([*_results(module, x, y), other])
     _assert_close(*results)
 
 
@@ -265,16 +265,16 @@ def test_a_repeated_backward_pass_without_a_recording(make: Callable[[], nn.Modu
     net, plain = _pair(make, **options)
     _recorded(net, _input(0), fails_at=2)
     results = []
-    for one in (net, plain):
-        _step(one, _input(0))
-        one.zero_grad(set_to_none=True)
+    for module in (net, plain):
+        _step(module, _input(0))
+        module.zero_grad(set_to_none=True)
         x = _input(1)
-        y = one(x)
+        y = module(x)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             y.sum().backward(retain_graph=True)
         y.square().sum().backward()
-        results.append(_results(one, x, y))
+        results.append(_results(module, x, y))
     _assert_close(*results)
 
 
@@ -284,8 +284,8 @@ def test_moved_weights_are_recorded_again() -> None:
     for number in range(6):
         _assert_close(_step(net, _input(number)), _step(plain, _input(number)))
         with torch.no_grad():
-            for one in (net, plain):
-                for parameter in one.parameters():
+            for module in (net, plain):
+                for parameter in module.parameters():
                     parameter.data = parameter.data * 1.01
     assert recorder.num_records == 2 * 4 and not graphs.is_enabled  # weights that move in every step
 
@@ -407,13 +407,13 @@ def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module], options: dict[st
     plain: Any = sft.compile(copy.deepcopy(model), _SHAPE, **settings)
     net: Any = sft.compile(model, _SHAPE, **{**settings, "options": replace(settings["options"], cuda_graphs=True)})
 
-    def step(one: nn.Module, seed: int) -> list[Tensor]:
+    def step(module: nn.Module, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        one.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         x = _input(seed).detach().cuda().requires_grad_()
-        y = one(x)
+        y = module(x)
         y.square().sum().backward()
-        return _results(one, x, y)
+        return _results(module, x, y)
 
     for seed in range(4):
         torch.testing.assert_close(step(net, seed), step(plain, seed), rtol=1e-10, atol=1e-10)

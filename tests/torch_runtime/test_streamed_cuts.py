@@ -174,7 +174,7 @@ def test_the_link_rate_decides_between_streaming_and_keeping(problems: list[Plan
     assert slow.estimated_seconds > fast.estimated_seconds
     choices, problem = _choices(slow), problems[-1]
     passing = host_traffic(problem, with_streamed(choices, streamable_values(problem, choices)))
-    slowest = sum(max(one.down_bytes, one.up_bytes) + max(one.backward_down_bytes, one.backward_up_bytes) for one in passing)
+    slowest = sum(max(call.down_bytes, call.up_bytes) + max(call.backward_down_bytes, call.backward_up_bytes) for call in passing)
     assert stream_seconds(problem, with_streamed(choices, streamable_values(problem, choices))) == pytest.approx(slowest / 1e6)
 
 

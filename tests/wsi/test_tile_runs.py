@@ -137,9 +137,9 @@ def test_a_terminated_run_continues_to_the_same_bits(trained: Path, tmp_path: Pa
     assert run_wsi(command) == 75
     assert run_wsi(command) == 0
     for kind in ("last", "best"):
-        one, other = (CheckpointFolder(folder / "run" / "checkpoints").load(kind) for folder in (tmp_path, trained))
-        assert one is not None and other is not None
-        assert all(torch.equal(one.weights[name], other.weights[name]) for name in other.weights)
+        resumed, other = (CheckpointFolder(folder / "run" / "checkpoints").load(kind) for folder in (tmp_path, trained))
+        assert resumed is not None and other is not None
+        assert all(torch.equal(resumed.weights[name], other.weights[name]) for name in other.weights)
     assert (tmp_path / "run" / "val" / "predictions.csv").read_bytes() == (trained / "run" / "val" / "predictions.csv").read_bytes()
 
 

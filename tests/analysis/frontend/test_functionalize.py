@@ -22,14 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # o
 
 
 class _Calls(nn.Module):
-    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
-        self.function, self.parts = function, tuple(parts)
-        for name, module in parts.items():
+        self.function, self.module_names = function, tuple(modules)
+        for name, module in modules.items():
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(x, *(getattr(self, name) for name in self.parts))
+        return self.function(x, *(getattr(self, name) for name in self.module_names))
 
 
 class _ResNetBlock(nn.Module):

@@ -157,8 +157,8 @@ def test_frontier_expression_equals_the_frontier(chain: list[AxisMap], row: int)
     )
 )
 def test_dominance_is_exact_at_one_slope(terms: tuple[FloorTerm, FloorTerm]) -> None:
-    one, other = terms
-    assert one.dominates(other) == all(one(rows) <= other(rows) for rows in range(12))
+    term, other = terms
+    assert term.dominates(other) == all(term(rows) <= other(rows) for rows in range(12))
 
 
 def test_no_dominance_between_slopes() -> None:

@@ -69,7 +69,7 @@ class Gates(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c, d, e, f = F.silu(self.first(x)).chunk(6, 1)
-        parts = [
+        branches = [
             a * torch.sigmoid(a.amax((2, 3), keepdim=True)),  # divides the gradient among ties
             b * torch.tanh(torch.linalg.vector_norm(b, dim=(2, 3), keepdim=True) / 30),
             c / (1 + c.var((2, 3), keepdim=True)),
@@ -77,7 +77,7 @@ class Gates(nn.Module):
             e * e.flatten(2).softmax(-1).view_as(e) * 900,
             f * f.std((2, 3), keepdim=True),
         ]
-        out: Tensor = self.second(torch.cat(parts, 1))
+        out: Tensor = self.second(torch.cat(branches, 1))
         return out
 
 

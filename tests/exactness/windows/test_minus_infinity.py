@@ -90,6 +90,6 @@ def test_the_largest_of_an_image(axes: int) -> None:
 def test_peaks_of_bands_merge() -> None:
     """Peaks of a band without rows, of the first rows, and of others."""
     nothing = [-torch.inf, -torch.inf]
-    for parts in ([nothing, [-torch.inf, 3.0], [-torch.inf, 7.0]], [[-torch.inf, 7.0], [-torch.inf, 3.0], nothing]):
-        merged = merge_statistics("argmax", [torch.tensor([band], dtype=torch.float64) for band in parts])
+    for bands in ([nothing, [-torch.inf, 3.0], [-torch.inf, 7.0]], [[-torch.inf, 7.0], [-torch.inf, 3.0], nothing]):
+        merged = merge_statistics("argmax", [torch.tensor([band], dtype=torch.float64) for band in bands])
         assert merged.tolist() == [[-torch.inf, 3.0]]

@@ -120,14 +120,16 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     return _Problem(x=x, weight=weight, bias=bias, residual=residual, dy=dy, y=truth["y"], truth=truth, scale=scale)
 
 
-def _parts(extent: int, *, one: bool) -> list[range]:
+def _ranges(extent: int, *, is_single: bool) -> list[range]:
     """An axis in three tiles of different sizes (top, middle, bottom), or untiled."""
-    return [range(extent)] if one else [range(extent // 3), range(extent // 3, extent // 3 + 2), range(extent // 3 + 2, extent)]
+    return [range(extent)] if is_single else [range(extent // 3), range(extent // 3, extent // 3 + 2), range(extent // 3 + 2, extent)]
 
 
-def _tiles(extents: tuple[int, ...], *, one: bool) -> list[tuple[range, range]]:
-    rows, columns = _parts(extents[0], one=one), _parts(extents[1], one=one)
-    return [(r, c) for r, c in itertools.product(rows, columns if one else [range(columns[1].start), range(columns[1].start, extents[1])])]
+def _tiles(extents: tuple[int, ...], *, is_single: bool) -> list[tuple[range, range]]:
+    rows, columns = _ranges(extents[0], is_single=is_single), _ranges(extents[1], is_single=is_single)
+    return [
+        (r, c) for r, c in itertools.product(rows, columns if is_single else [range(columns[1].start), range(columns[1].start, extents[1])])
+    ]
 
 
 def _last(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,40 +196,40 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     for dtype in _DTYPES:
         problem = _problem(layer, dtype)
         num_in, num_out = problem.x.shape[1], problem.y.shape[1]
-        for one in (True, False) if dtype == torch.float32 else (True,):
-            for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
+        for is_single in (True, False) if dtype == torch.float32 else (True,):
+            for tile in _tiles(tuple(problem.y.shape[2:]), is_single=is_single):
                 arguments = _forward_arguments(layer, problem, tile, dtype)
                 arguments["out"] = empty_buffer(layer.num_samples, num_out, arguments["geometry"].output_size, dtype)
                 add("y", arguments | {"relu": layer.relu}, ["out"])
-                checks.append((dtype, "y", problem, tile, one))
-            for tile in _tiles(layer.extents, one=one):
+                checks.append((dtype, "y", problem, tile, is_single))
+            for tile in _tiles(layer.extents, is_single=is_single):
                 arguments = _adjoint_arguments(layer, problem, tile, dtype)
                 arguments["out"] = empty_buffer(layer.num_samples, num_in, arguments["geometry"].input_size, dtype)
                 add("dx", arguments, ["out"])
-                checks.append((dtype, "dx", problem, tile, one))
-            for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
+                checks.append((dtype, "dx", problem, tile, is_single))
+            for tile in _tiles(tuple(problem.y.shape[2:]), is_single=is_single):
                 weights, biases = weight_slots(problem.weight)
                 slots = {"weights": weights, "biases": biases if layer.bias else None}
                 add("dw", _weight_arguments(layer, problem, tile, dtype) | slots, ["weights", "biases"])
-                checks.append((dtype, "dw", problem, tile, one))
+                checks.append((dtype, "dw", problem, tile, is_single))
     wholes: dict[str, Tensor] = {}
     sums: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for (dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+    for (dtype, key, problem, tile, is_single), results in zip(checks, interpret(jobs, tmp_path), strict=True):
         context, terms = (str(dtype), key, tile), _num_terms(layer)
         if key == "dw":
             assert not any(bool(result.isnan().any()) for result in results if result is not None), context
-            sums.setdefault((dtype, one), []).append(results)
+            sums.setdefault((dtype, is_single), []).append(results)
             continue
         (result,) = results
         assert_nothing_else_written(result, context)
         assert_close(result, pixels_of(problem.truth[key], tile), pixels_of(problem.scale[key], tile), terms[key], context)
-        if dtype == torch.float32 and one:
+        if dtype == torch.float32 and is_single:
             wholes[key] = result
         elif dtype == torch.float32:
             assert torch.equal(result, pixels_of(wholes[key], tile)), ("tiles have other bits than the whole", context)
-    for dtype, key, problem, _, one in checks:
-        if key == "dw" and (shares := sums.pop((dtype, one), None)):
-            sort = (str(dtype), "tiles" if not one else "whole")
+    for dtype, key, problem, _, is_single in checks:
+        if key == "dw" and (shares := sums.pop((dtype, is_single), None)):
+            sort = (str(dtype), "tiles" if not is_single else "whole")
             dw = torch.stack([share[0] for share in shares]).double().sum((0, 1)).permute(0, 3, 1, 2)
             assert_close(dw.float(), problem.truth["dw"], problem.scale["dw"], _num_terms(layer)["dw"], sort)
             if layer.bias:
@@ -240,7 +242,7 @@ def test_a_tile_adds_to_its_slots_or_replaces_them(tmp_path: Path) -> None:
     """A second tile adds to the first one's slots, or replaces their content."""
     layer = _LAYERS[1]
     problem = _problem(layer, torch.float32)
-    (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
+    (tile,) = _tiles(tuple(problem.y.shape[2:]), is_single=True)
     arguments = _weight_arguments(layer, problem, tile, torch.float32)
     empty, _ = weight_slots(problem.weight)
     module, function, options = _launches(layer)["dw"]
@@ -266,7 +268,7 @@ def test_a_tile_adds_to_its_slots_or_replaces_them(tmp_path: Path) -> None:
 def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     """The untiled image by each launch, with its default blocks."""
     problem, num_in = _problem(layer, dtype), layer.channels[0] * layer.groups
-    (outputs,), (inputs,) = _tiles(tuple(problem.y.shape[2:]), one=True), _tiles(layer.extents, one=True)
+    (outputs,), (inputs,) = _tiles(tuple(problem.y.shape[2:]), is_single=True), _tiles(layer.extents, is_single=True)
     products = {torch.float32: "ieee", torch.float16: "fp16", torch.bfloat16: "bf16"}
     options: dict[str, Any] = {} if layer.depthwise else {"groups": layer.groups, "precision": products[dtype]}
 

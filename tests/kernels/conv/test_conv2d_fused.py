@@ -40,7 +40,7 @@ _TILES = [(range(4), range(9)), (range(4, 10), range(2)), (range(4, 10), range(2
 class _Problem:
     """Operands with values of a dtype, in fp64, PyTorch's results, and the same sums of absolute values."""
 
-    parts: dict[str, Tensor]
+    operands: dict[str, Tensor]
     y: Tensor
     #: gradient of the ReLU's input, from that of the maxima
     dense: Tensor
@@ -50,11 +50,11 @@ class _Problem:
 
 def _problem(dtype: torch.dtype) -> _Problem:
     draw = normal_numbers(4, dtype)
-    parts = {"x": draw(2, 5, *_EXTENTS), "weight": draw(6, 5, 3, 3), "scale": draw(6), "bias": draw(6), "dy": draw(2, 6, *_SIZE)}
+    operands = {"x": draw(2, 5, *_EXTENTS), "weight": draw(6, 5, 3, 3), "scale": draw(6), "bias": draw(6), "dy": draw(2, 6, *_SIZE)}
 
     def linear(sign: Any, dense: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        x, weight = sign(parts["x"]).requires_grad_(), sign(parts["weight"]).requires_grad_()
-        bias = sign(parts["bias"]).requires_grad_()
+        x, weight = sign(operands["x"]).requires_grad_(), sign(operands["weight"]).requires_grad_()
+        bias = sign(operands["bias"]).requires_grad_()
         y = F.conv2d(x, weight, bias, padding=1)
         if dense is None:
             return y, {}
@@ -64,11 +64,11 @@ def _problem(dtype: torch.dtype) -> _Problem:
     # The largest stored values, as in PyTorch, and their gradient.
     stored = y.detach().to(dtype).relu().double().requires_grad_()
     maxima = F.max_pool2d(stored, 2)
-    (spread,) = torch.autograd.grad(maxima, stored, parts["dy"])
+    (spread,) = torch.autograd.grad(maxima, stored, operands["dy"])
     dense = torch.where(stored > 0, spread, 0)
     scale = linear(lambda t: t.abs(), dense.abs())
     return _Problem(
-        parts=parts,
+        operands=operands,
         y=y.detach(),
         dense=dense,
         truth=linear(lambda t: t.clone(), dense)[1] | {"y": y.detach()},
@@ -86,7 +86,7 @@ def _whole() -> Geometry:
 
 def _maxima_and_taps(problem: _Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Maxima of 2 x 2 pixels of ReLU of the convolution, and the packed numbers of the pixels that they came from."""
-    x, weight, bias = (problem.parts[name].to(dtype) for name in ("x", "weight", "bias"))
+    x, weight, bias = (problem.operands[name].to(dtype) for name in ("x", "weight", "bias"))
     pool = KernelWindow(kernel=2, stride=2)
     maxima, taps = reference_max_pool(F.conv2d(x, weight, bias, padding=1).relu(), Geometry.whole(_EXTENTS, pool, pool))
     return _last(maxima, dtype), pack_taps(taps).contiguous(memory_format=torch.channels_last)
@@ -105,15 +105,15 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     """Maxima and taps are those of the unfused kernel's output, bit for bit, also of NaN; the gradients are near fp64."""
     jobs: list[dict[str, Any]] = []
     problem = _problem(dtype)
-    parts = problem.parts
-    x, weight, bias = parts["x"].clone(), _last(parts["weight"], dtype), parts["bias"].to(dtype)
+    operands = problem.operands
+    x, weight, bias = operands["x"].clone(), _last(operands["weight"], dtype), operands["bias"].to(dtype)
     x[1, 0, 2, 3] = float("nan")
     common: dict[str, Any] = {
         "weight": weight,
         "bias": bias,
         "residual": None,
         "relu": True,
-        "scale": parts["scale"].to(dtype),
+        "scale": operands["scale"].to(dtype),
         **_BLOCKS,
     }
     plain = {"x": fill_buffer(x, (_whole().height.input, _whole().width.input), dtype), "geometry": _whole()}
@@ -133,11 +133,11 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
         arguments["taps"] = empty_buffer(2, 2, (rows // 2, columns // 2), torch.uint8)
         jobs.append(_job("conv.forward2d_triton", "launch_conv2d", arguments, ["out", "taps"]))
     maxima, taps = _maxima_and_taps(problem, dtype)
-    backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
+    backward = {"gradient": _last(operands["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
     dx = empty_buffer(2, 5, _EXTENTS, dtype)
     jobs.append(_job("conv.data_grad2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
-    slots = dict(zip(("weights", "biases"), weight_slots(parts["weight"]), strict=True))
-    arguments = backward | {"x": _last(parts["x"], dtype), **slots}
+    slots = dict(zip(("weights", "biases"), weight_slots(operands["weight"]), strict=True))
+    arguments = backward | {"x": _last(operands["x"], dtype), **slots}
     options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
     jobs.append(_job("conv.weight_grad2d_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
@@ -166,15 +166,15 @@ def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
     """Operands are materialized for assemblers that multiply computed ones wrongly. Results have the same bits,
     except sums over pixels: their slots begin with other pixels if the last column has no maximum."""
     problem, dtype, geometry = _problem(torch.float16), torch.float16, _whole()
-    parts = problem.parts
+    operands = problem.operands
     maxima, taps = _maxima_and_taps(problem, dtype)
-    backward: dict[str, Any] = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": geometry}
+    backward: dict[str, Any] = {"gradient": _last(operands["dy"], dtype), "output": maxima, "taps": taps, "geometry": geometry}
     summed = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
 
     def jobs() -> list[dict[str, Any]]:
-        slots = dict(zip(("weights", "biases"), weight_slots(parts["weight"]), strict=True))
-        data = {"weight": _last(parts["weight"], dtype), "out": empty_buffer(2, 5, _EXTENTS, dtype), **_BLOCKS}
-        weight = {"x": _last(parts["x"], dtype), **slots, **summed}
+        slots = dict(zip(("weights", "biases"), weight_slots(operands["weight"]), strict=True))
+        data = {"weight": _last(operands["weight"], dtype), "out": empty_buffer(2, 5, _EXTENTS, dtype), **_BLOCKS}
+        weight = {"x": _last(operands["x"], dtype), **slots, **summed}
         return [
             _job("conv.data_grad2d_triton", "launch_data_gradient", backward | data, ["out"]),
             _job("conv.weight_grad2d_triton", "launch_weight_gradient", backward | weight, ["weights", "biases"]),
@@ -231,19 +231,19 @@ def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     problem = _problem(dtype)
-    parts = problem.parts
+    operands = problem.operands
     maxima, taps = _maxima_and_taps(problem, dtype)
-    x, weight = _last(parts["x"], dtype), _last(parts["weight"], dtype)
+    x, weight = _last(operands["x"], dtype), _last(operands["weight"], dtype)
     common: dict[str, Any] = {"geometry": _whole(), "groups": 1, "precision": "ieee" if dtype == torch.float32 else "bf16"}
-    backward = common | {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps}
-    forward = common | {"x": x, "weight": weight, "bias": parts["bias"].to(dtype), "residual": None, "relu": True}
+    backward = common | {"gradient": _last(operands["dy"], dtype), "output": maxima, "taps": taps}
+    forward = common | {"x": x, "weight": weight, "bias": operands["bias"].to(dtype), "residual": None, "relu": True}
     forward |= {"out": torch.empty_like(maxima), "taps": torch.empty_like(taps)}
     (y,) = launch_on_gpu("conv.forward2d_triton", "launch_conv2d", forward, ["out"])
     assert_close(y, F.max_pool2d(problem.truth["y"].relu(), 2), F.max_pool2d(problem.scale["y"], 2), 46, (dtype, "y"))
     (dx,) = launch_on_gpu(
         "conv.data_grad2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": torch.empty_like(x)}, ["out"]
     )
-    slots = dict(zip(("weights", "biases"), weight_slots(parts["weight"], num_splits=32), strict=True))
+    slots = dict(zip(("weights", "biases"), weight_slots(operands["weight"], num_splits=32), strict=True))
     weights, biases = launch_on_gpu("conv.weight_grad2d_triton", "launch_weight_gradient", backward | {"x": x, **slots}, list(slots))
     results = (dx, weights.sum(0).permute(0, 3, 1, 2).to(dtype), biases.sum(0).to(dtype))
     for name, result, terms in zip(("dx", "dw", "db"), results, (54, 180, 180), strict=True):

@@ -58,7 +58,7 @@ _LAYERS = [
 class _Problem:
     """Operands with values of a dtype, in fp64, the exact results, and the same sums of absolute values."""
 
-    parts: dict[str, Tensor]
+    operands: dict[str, Tensor]
     truth: dict[str, Tensor]
     scale: dict[str, Tensor]
 
@@ -66,7 +66,7 @@ class _Problem:
 def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     draw = normal_numbers(7, dtype)
     num_in, num_out = layer.channels
-    parts = {
+    operands = {
         "x": draw(layer.num_samples, num_in, *layer.extents),
         "weight": draw(num_out, num_in, *(window.kernel for window in layer.windows)),
         "bias": draw(num_out),
@@ -74,8 +74,8 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     }
     if layer.fused:
         # Powers of two, so that a weight with the scale in it has values of the dtype, too.
-        parts |= {"scale": draw(num_out).sign() * 2.0 ** (torch.arange(num_out) % 3 - 1)}
-        parts |= {"residual": draw(layer.num_samples, num_out, *layer.size)}
+        operands |= {"scale": draw(num_out).sign() * 2.0 ** (torch.arange(num_out) % 3 - 1)}
+        operands |= {"residual": draw(layer.num_samples, num_out, *layer.size)}
     options: dict[str, Any] = {
         "stride": [window.stride for window in layer.windows],
         "padding": [window.padding for window in layer.windows],
@@ -83,11 +83,11 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     }
 
     def linear(sign: Any, mask: Tensor | None) -> dict[str, Tensor]:
-        leaves = {name: sign(tensor).requires_grad_() for name, tensor in parts.items() if name != "dy"}
+        leaves = {name: sign(tensor).requires_grad_() for name, tensor in operands.items() if name != "dy"}
         y = F.conv3d(leaves["x"], leaves["weight"], None if layer.fused else leaves["bias"], **options)
         if layer.fused:
             y = y * leaves["scale"].view(-1, 1, 1, 1) + leaves["bias"].view(-1, 1, 1, 1) + leaves["residual"]
-        gradients = torch.autograd.grad(y if mask is None else y * mask, list(leaves.values()), sign(parts["dy"]))
+        gradients = torch.autograd.grad(y if mask is None else y * mask, list(leaves.values()), sign(operands["dy"]))
         named = dict(zip(leaves, gradients, strict=True))
         # The kernel of the weight's gradient has no scale, and that of the data takes a scaled weight.
         scale = named.pop("scale", None)
@@ -100,7 +100,7 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     mask = (y.to(dtype) > 0).double() if layer.relu else None
     truth = linear(torch.clone, mask)
     truth["y"] = y.relu() if layer.relu else y
-    return _Problem(parts=parts, truth=truth, scale=linear(torch.abs, mask))
+    return _Problem(operands=operands, truth=truth, scale=linear(torch.abs, mask))
 
 
 def _geometry(layer: _Layer, tile: tuple[range, range, range], *, adjoint: bool = False) -> VolumeGeometry:
@@ -132,10 +132,10 @@ def _filled(volume: Tensor, spans: list[Span], dtype: torch.dtype) -> Tensor:
     return buffer
 
 
-def _parts(size: tuple[int, ...], *, one: bool) -> list[tuple[range, range, range]]:
+def _tiles(size: tuple[int, ...], *, is_single: bool) -> list[tuple[range, range, range]]:
     """Strips of different depths, the last in two panels; or the full volume."""
     depth, height, width = size
-    if one:
+    if is_single:
         return [(range(depth), range(height), range(width))]
     return [
         (range(1), range(height), range(width)),
@@ -157,26 +157,26 @@ def _spans(geometry: VolumeGeometry, side: str) -> list[Span]:
 
 
 def _forward(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
-    geometry, parts = _geometry(layer, tile), problem.parts
-    x = _filled(parts["x"], _spans(geometry, "input"), dtype)
-    arguments = {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
+    geometry, operands = _geometry(layer, tile), problem.operands
+    x = _filled(operands["x"], _spans(geometry, "input"), dtype)
+    arguments = {"x": x, "weight": _last(operands["weight"], dtype), "bias": operands["bias"].to(dtype), "geometry": geometry}
     if layer.fused:
-        arguments |= {"scale": parts["scale"].to(dtype), "residual": _filled(parts["residual"], _spans(geometry, "output"), dtype)}
+        arguments |= {"scale": operands["scale"].to(dtype), "residual": _filled(operands["residual"], _spans(geometry, "output"), dtype)}
     return arguments
 
 
 def _adjoint(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
     geometry = _geometry(layer, tile, adjoint=True)
-    dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.parts["dy"], problem.truth["y"]))
-    weight = problem.parts["weight"]
-    weight = weight * problem.parts["scale"].view(-1, 1, 1, 1, 1) if layer.fused else weight
+    dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.operands["dy"], problem.truth["y"]))
+    weight = problem.operands["weight"]
+    weight = weight * problem.operands["scale"].view(-1, 1, 1, 1, 1) if layer.fused else weight
     return {"gradient": dy, "output": y if layer.relu else None, "weight": _last(weight, dtype), "geometry": geometry}
 
 
 def _weight(layer: _Layer, problem: _Problem, tile: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
     geometry = _geometry(layer, tile)
-    dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.parts["dy"], problem.truth["y"]))
-    x = _filled(problem.parts["x"], _spans(geometry, "input"), dtype)
+    dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.operands["dy"], problem.truth["y"]))
+    x = _filled(problem.operands["x"], _spans(geometry, "input"), dtype)
     return {"gradient": dy, "output": y if layer.relu else None, "x": x, "geometry": geometry}
 
 
@@ -193,25 +193,25 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
         jobs.append({"run": "launch", "module": module, "function": launch, "arguments": arguments, "results": results})
 
     also = [(torch.bfloat16, True), (torch.float16, True)] if layer is _LAYERS[0] else []
-    for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
+    for dtype, is_single in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
-        weights, biases = weight_slots(problem.parts["weight"])
-        for tile in _parts(layer.size, one=one):
+        weights, biases = weight_slots(problem.operands["weight"])
+        for tile in _tiles(layer.size, is_single=is_single):
             arguments = _forward(layer, problem, tile, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
             add("launch_conv3d", {"residual": None} | arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
-            checks.append((dtype, "y", problem, tile, one))
+            checks.append((dtype, "y", problem, tile, is_single))
             arguments = _weight(layer, problem, tile, dtype) | {"weights": weights, "biases": biases}
             options = {"precision": "ieee", "block": (64, 32, 32)}
             add("launch_volume_weight_gradient", arguments | options, ["weights", "biases"])
-            checks.append((dtype, "dw", problem, tile, one))
-        for tile in _parts(layer.extents, one=one):
+            checks.append((dtype, "dw", problem, tile, is_single))
+        for tile in _tiles(layer.extents, is_single=is_single):
             arguments = _adjoint(layer, problem, tile, dtype)
             out = _empty((layer.num_samples, layer.channels[0], *arguments["geometry"].input_size), dtype)
             add("launch_volume_data_gradient", arguments | blocks | {"out": out}, ["out"])
-            checks.append((dtype, "dx", problem, tile, one))
+            checks.append((dtype, "dx", problem, tile, is_single))
     wholes: dict[str, Tensor] = {}
-    for (dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+    for (dtype, key, problem, tile, is_single), results in zip(checks, interpret(jobs, tmp_path), strict=True):
         context = (str(dtype), key, tile)
         taps = math.prod(window.kernel for window in layer.windows)
         if key == "dw":  # tiles were added to the same slots, so every result is the last
@@ -225,7 +225,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
         num_terms = taps * layer.channels[0 if key == "y" else 1] + 2
         assert_nothing_else_written(result, context)
         assert_close(result, _cut(problem.truth[key], tile), _cut(problem.scale[key], tile), num_terms, context)
-        if dtype == torch.float32 and one:
+        if dtype == torch.float32 and is_single:
             wholes[key] = result
         elif dtype == torch.float32:
             assert torch.equal(result, _cut(wholes[key], tile)), ("tiles have other bits than the whole", context)
@@ -273,7 +273,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     """The untiled volume by each launch, with its default blocks."""
     problem = _problem(layer, dtype)
-    (outputs,), (inputs,) = _parts(layer.size, one=True), _parts(layer.extents, one=True)
+    (outputs,), (inputs,) = _tiles(layer.size, is_single=True), _tiles(layer.extents, is_single=True)
     options = {"precision": "ieee" if dtype == torch.float32 else "bf16"}
 
     def run(launch: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
@@ -283,7 +283,7 @@ def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     forward["out"] = _empty((layer.num_samples, layer.channels[1], *layer.size), dtype)
     adjoint = _adjoint(layer, problem, inputs, dtype)
     adjoint["out"] = _empty((layer.num_samples, layer.channels[0], *layer.extents), dtype)
-    weights, biases = weight_slots(problem.parts["weight"], num_splits=32)
+    weights, biases = weight_slots(problem.operands["weight"], num_splits=32)
     slots = _weight(layer, problem, outputs, dtype) | {"weights": weights, "biases": biases}
     dw, db = (gradients.sum(0).to(dtype) for gradients in run("launch_volume_weight_gradient", slots, ["weights", "biases"]))
     (y,), (dx,) = run("launch_conv3d", forward, ["out"]), run("launch_volume_data_gradient", adjoint, ["out"])

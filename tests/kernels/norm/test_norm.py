@@ -43,13 +43,13 @@ class _Norm:
     def num_samples(self) -> int | None:
         return None if self.num_groups is None else self.shape[0]
 
-    def own(self, parts: dict[str, Tensor]) -> Tensor:
+    def own(self, operands: dict[str, Tensor]) -> Tensor:
         """PyTorch's own norm."""
         if self.num_groups is None:
-            y = F.batch_norm(parts["x"], None, None, parts.get("weight"), parts.get("bias"), True, eps=_EPS)
+            y = F.batch_norm(operands["x"], None, None, operands.get("weight"), operands.get("bias"), True, eps=_EPS)
         else:
-            y = F.group_norm(parts["x"], self.num_groups, parts.get("weight"), parts.get("bias"), eps=_EPS)
-        y = y + parts.get("residual", torch.zeros(()))
+            y = F.group_norm(operands["x"], self.num_groups, operands.get("weight"), operands.get("bias"), eps=_EPS)
+        y = y + operands.get("residual", torch.zeros(()))
         return y.relu() if self.relu else y
 
 
@@ -65,12 +65,12 @@ _IDS = [norm.name for norm in _NORMS]
 def _problem(norm: _Norm, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor]:
     """Operands with values of ``dtype``, in fp64, and the output's gradient."""
     draw = normal_numbers(3, dtype)
-    parts = {"x": (draw(*norm.shape) + norm.mean).to(dtype).double()}
+    operands = {"x": (draw(*norm.shape) + norm.mean).to(dtype).double()}
     if norm.affine:
-        parts |= {"weight": draw(norm.shape[1]), "bias": draw(norm.shape[1])}
+        operands |= {"weight": draw(norm.shape[1]), "bias": draw(norm.shape[1])}
     if norm.residual:
-        parts["residual"] = draw(*norm.shape)
-    return parts, draw(*norm.shape)
+        operands["residual"] = draw(*norm.shape)
+    return operands, draw(*norm.shape)
 
 
 def _last(image: Tensor) -> Tensor:
@@ -92,25 +92,25 @@ def _statistics(norm: _Norm, x: Tensor) -> NormStatistics:
 
 @pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
 def test_strips_are_the_whole(norm: _Norm) -> None:
-    parts, dy = _problem(norm)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in parts.items()}
+    operands, dy = _problem(norm)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in operands.items()}
     y = norm.own(leaves)
     truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
-    statistics = _statistics(norm, parts["x"])
-    x = parts["x"].view(norm.shape[0], norm.num_groups, -1) if norm.num_groups else parts["x"].transpose(0, 1).flatten(1)[None]
+    statistics = _statistics(norm, operands["x"])
+    x = operands["x"].view(norm.shape[0], norm.num_groups, -1) if norm.num_groups else operands["x"].transpose(0, 1).flatten(1)[None]
     torch.testing.assert_close(statistics.unbiased, x.var(2), rtol=1e-12, atol=0)
     mean, rstd = statistics.mean, statistics.rstd(_EPS, torch.float64)
     sums = NormSums.zeros(norm.shape[1], num_samples=norm.num_samples)
     outputs = []
-    for x, g, r in zip(_strips(parts["x"]), _strips(dy), _strips(parts.get("residual", dy)), strict=True):
+    for x, g, r in zip(_strips(operands["x"]), _strips(dy), _strips(operands.get("residual", dy)), strict=True):
         residual = r if norm.residual else None
-        outputs.append(reference_normalize(x, mean, rstd, parts.get("weight"), parts.get("bias"), residual, relu=norm.relu))
+        outputs.append(reference_normalize(x, mean, rstd, operands.get("weight"), operands.get("bias"), residual, relu=norm.relu))
         sums.add(g, outputs[-1] if norm.relu else None, x, mean, rstd)
     torch.testing.assert_close(torch.cat(outputs, 2), y.detach(), rtol=1e-9, atol=1e-9)
-    total = sums.total(statistics, parts.get("weight"))
+    total = sums.total(statistics, operands.get("weight"))
     shares = [
-        reference_norm_gradient(g, o if norm.relu else None, x, mean, rstd, parts.get("weight"), total.back)
-        for x, g, o in zip(_strips(parts["x"]), _strips(dy), outputs, strict=True)
+        reference_norm_gradient(g, o if norm.relu else None, x, mean, rstd, operands.get("weight"), total.back)
+        for x, g, o in zip(_strips(operands["x"]), _strips(dy), outputs, strict=True)
     ]
     torch.testing.assert_close(torch.cat(shares, 2), truth["x"], rtol=1e-8, atol=1e-8)
     if norm.affine:
@@ -137,13 +137,13 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
     for norm, dtype in itertools.product(_NORMS, (torch.float32, torch.float16, torch.bfloat16)):
         if dtype != torch.float32 and norm is not _NORMS[0]:
             continue
-        parts, dy = _problem(norm, dtype)
-        statistics = _statistics(norm, parts["x"])
+        operands, dy = _problem(norm, dtype)
+        statistics = _statistics(norm, operands["x"])
         mean, rstd = statistics.mean.float(), statistics.rstd(_EPS)
-        vectors: dict[str, Tensor | None] = {name: parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias")}
+        vectors: dict[str, Tensor | None] = {name: operands[name].to(dtype) if norm.affine else None for name in ("weight", "bias")}
         moments = Moments.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=3)
         sums, exact, scale = (NormSums.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=number) for number in (3, 1, 1))
-        strips = [_strips(image) for image in (parts["x"], dy, parts.get("residual", dy))]
+        strips = [_strips(image) for image in (operands["x"], dy, operands.get("residual", dy))]
         for index, (x, g, r) in enumerate(zip(*strips, strict=True)):
             x, g, r = (_surrounded(image, dtype) for image in (x, g, r))
             residual = r if norm.residual else None
@@ -301,12 +301,12 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
 def test_on_a_gpu(norm: _Norm, dtype: torch.dtype) -> None:
-    parts, dy = _problem(norm, dtype)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in parts.items()}
+    operands, dy = _problem(norm, dtype)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in operands.items()}
     y = norm.own(leaves)
     truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True)) | {"y": y.detach()}
-    x, g = _last(parts["x"]).to(dtype), _last(dy).to(dtype)
-    weight, bias = (parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias"))
+    x, g = _last(operands["x"]).to(dtype), _last(dy).to(dtype)
+    weight, bias = (operands[name].to(dtype) if norm.affine else None for name in ("weight", "bias"))
 
     def run(launch: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
         return launch_on_gpu("norm.norm_triton", launch, arguments, results)
@@ -316,7 +316,7 @@ def test_on_a_gpu(norm: _Norm, dtype: torch.dtype) -> None:
     counts, means, squares = run("launch_moments", {"x": x} | slots, list(slots))
     statistics = Moments(counts=counts, means=means, squares=squares).total(norm.num_groups)
     own: dict[str, Any] = {"x": x, "mean": statistics.mean.float(), "rstd": statistics.rstd(_EPS)}
-    residual = _last(parts["residual"]).to(dtype) if norm.residual else None
+    residual = _last(operands["residual"]).to(dtype) if norm.residual else None
     forward = own | {"weight": weight, "bias": bias, "residual": residual, "relu": norm.relu, "out": torch.empty_like(x)}
     (result,) = run("launch_normalize", forward, ["out"])
     backward = own | {"gradient": g, "output": result if norm.relu else None}

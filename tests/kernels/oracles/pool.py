@@ -63,8 +63,8 @@ def pack_taps(taps: Tensor) -> Tensor:
     groups = -(-num_channels // TAPS_PER_BYTE)
     padded = taps.new_zeros(num_samples, groups * TAPS_PER_BYTE, height, width)
     padded[:, :num_channels] = taps
-    parts = padded.view(num_samples, groups, TAPS_PER_BYTE, height, width).unbind(2)
-    return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+    codes = padded.view(num_samples, groups, TAPS_PER_BYTE, height, width).unbind(2)
+    return codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
 
 
 def _data_view(tensor: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
@@ -98,11 +98,11 @@ def _fold_windows(spread: Tensor, geometry: Geometry) -> Tensor:
 
 def _tap_views(geometry: Geometry, size: tuple[int, int]) -> list[tuple[slice, slice]]:
     """For each tap the part of the padded input that it takes for ``size`` outputs."""
-    parts = [
+    views = [
         [slice(tap * w.dilation, tap * w.dilation + (count - 1) * w.stride + 1, w.stride) for tap in range(w.kernel)]
         for w, count in zip((geometry.height.window, geometry.width.window), size, strict=True)
     ]
-    return list(itertools.product(parts[0], parts[1]))
+    return list(itertools.product(views[0], views[1]))
 
 
 def _scatter_taps(shares: list[Tensor], geometry: Geometry) -> Tensor:

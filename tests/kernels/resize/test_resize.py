@@ -73,11 +73,11 @@ def _problem(resize: _Resize, dtype: torch.dtype) -> dict[str, Tensor]:
     """x, dy, y and dx of the whole image in fp64, of operands with values of ``dtype``."""
     random = torch.Generator().manual_seed(5)
     shapes = {"x": resize.extents, "dy": resize.lengths}
-    parts = {name: torch.randn(2, _NUM_CHANNELS, *size, generator=random).to(dtype).double() for name, size in shapes.items()}
-    x = parts["x"].clone().requires_grad_()
+    tensors = {name: torch.randn(2, _NUM_CHANNELS, *size, generator=random).to(dtype).double() for name, size in shapes.items()}
+    x = tensors["x"].clone().requires_grad_()
     y = resize.whole(x)
-    (dx,) = torch.autograd.grad(y, x, parts["dy"])
-    return parts | {"y": y.detach(), "dx": dx}
+    (dx,) = torch.autograd.grad(y, x, tensors["dy"])
+    return tensors | {"y": y.detach(), "dx": dx}
 
 
 def _tiles(size: tuple[int, int]) -> list[tuple[range, range]]:
@@ -133,10 +133,10 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
     checks: list[tuple[Any, ...]] = []
     for index, resize in enumerate(_RESIZES):
         for dtype in (torch.float32, torch.float16, torch.bfloat16) if index in (1, 4) else (torch.float32,):
-            parts, single = _problem(resize, dtype), dtype == torch.float32
+            tensors, single = _problem(resize, dtype), dtype == torch.float32
             scales = _problem(resize, dtype)
             for adjoint in (False, True):
-                source = parts["dy" if adjoint else "x"]
+                source = tensors["dy" if adjoint else "x"]
                 image = source.to(dtype).contiguous(memory_format=torch.channels_last)
                 height, width = _whole_tables(resize, adjoint=adjoint)
                 reference = reference_resize(image, height, width)
@@ -232,13 +232,13 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("resize", _RESIZES, ids=lambda resize: resize.name)
 def test_on_a_gpu(resize: _Resize) -> None:
-    parts = _problem(resize, torch.float32)
+    tensors = _problem(resize, torch.float32)
     for source, result, adjoint in (("x", "y", False), ("dy", "dx", True)):
         height, width = _whole_tables(resize, adjoint=adjoint, device="cuda")
-        x = parts[source].float().contiguous(memory_format=torch.channels_last)
-        out = torch.empty_like(parts[result], dtype=torch.float32, memory_format=torch.channels_last)
+        x = tensors[source].float().contiguous(memory_format=torch.channels_last)
+        out = torch.empty_like(tensors[result], dtype=torch.float32, memory_format=torch.channels_last)
         (ours,) = launch_on_gpu("resize.resize_triton", "launch_resize", {"x": x, "out": out, "height": height, "width": width}, ["out"])
-        torch.testing.assert_close(ours.double(), parts[result], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.double(), tensors[result], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -246,12 +246,12 @@ def test_on_a_gpu(resize: _Resize) -> None:
 @needs_triton
 @pytest.mark.parametrize("resize", _POWERS_OF_TWO, ids=lambda resize: resize.name)
 def test_computed_weights_on_a_gpu(resize: _Resize) -> None:
-    parts = _problem(resize, torch.float32)
+    tensors = _problem(resize, torch.float32)
     for source, result, adjoint in (("x", "y", False), ("dy", "dx", True)):
-        x = parts[source].float().contiguous(memory_format=torch.channels_last)
-        out = torch.empty_like(parts[result], dtype=torch.float32, memory_format=torch.channels_last)
-        sizes = zip(resize.axes, parts[result].shape[2:], parts[source].shape[2:], strict=True)
+        x = tensors[source].float().contiguous(memory_format=torch.channels_last)
+        out = torch.empty_like(tensors[result], dtype=torch.float32, memory_format=torch.channels_last)
+        sizes = zip(resize.axes, tensors[result].shape[2:], tensors[source].shape[2:], strict=True)
         height, width = (_linear_axis(axis, range(rows), Span.whole(inputs), adjoint=adjoint) for axis, rows, inputs in sizes)
         arguments = {"x": x, "out": out, "height": height, "width": width}
         (ours,) = launch_on_gpu("resize.linear_triton", "launch_linear_resize", arguments, ["out"])
-        torch.testing.assert_close(ours.double(), parts[result], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.double(), tensors[result], rtol=1e-5, atol=1e-5)

@@ -54,14 +54,14 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
 @needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     carried, new, whole = (meta_image(64, torch.bfloat16, (rows, 4096), 2) for rows in (2, 64, 66))
-    parts = (whole[:, :, :2], whole[:, :, 2:])
-    panel = [image[:, :, :, 1:-1] for image in (carried, new, *parts)]
+    blocks = (whole[:, :, :2], whole[:, :, 2:])
+    panel = [image[:, :, :, 1:-1] for image in (carried, new, *blocks)]
     gates = [
         Gate(
             module="rows.rows_triton",
             launch="launch_move_rows",
             when=(90,),
-            arguments={"moves": [(carried, parts[0], False), (new, parts[1], False)]},
+            arguments={"moves": [(carried, blocks[0], False), (new, blocks[1], False)]},
         ),
         Gate(module="rows.rows_triton", launch="launch_move_rows", arguments={"moves": [(panel[2][..., ::2], panel[0][..., ::2], True)]}),
     ]
@@ -75,12 +75,12 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     sources = [_image(2, dtype, contiguous=True).cuda(), _image(5, dtype, seed=1, contiguous=True).cuda()]
     joined = torch.cat(sources, 2).contiguous(memory_format=torch.channels_last)
-    parts = (joined[:, :, :2], joined[:, :, 2:])
+    blocks = (joined[:, :, :2], joined[:, :, 2:])
     from sft.kernels.rows.rows_triton import launch_move_rows  # here, because it imports Triton
 
     out = torch.empty_like(joined)
     launch_move_rows([(sources[0], out[:, :, :2], False), (sources[1], out[:, :, 2:], False)])
     assert torch.equal(out, joined)
     targets = [source.clone(memory_format=torch.channels_last) for source in sources]
-    launch_move_rows([(operand, target, True) for operand, target in zip(parts, targets, strict=True)])
+    launch_move_rows([(operand, target, True) for operand, target in zip(blocks, targets, strict=True)])
     assert all(torch.equal(target, source + source) for target, source in zip(targets, sources, strict=True))

@@ -60,13 +60,13 @@ def _compare(name: str, shapes: Sequence[tuple[int, int]], num_panels: int) -> N
     """The grid of a second size equals the grid computed alone; otherwise plans would depend on the order of sizes."""
     _, second = _grids(name, shapes, num_panels, WeightedLRU())
     (alone,) = _grids(name, shapes[1:], num_panels, WeightedLRU())
-    for one, other in (
+    for ours, other in (
         (second.estimates.peak_bytes, alone.estimates.peak_bytes),
         (second.estimates.cost, alone.estimates.cost),
     ):
         finite = np.isfinite(other)
-        assert (np.isfinite(one) == finite).all()
-        np.testing.assert_allclose(one[finite], other[finite], rtol=1e-12)
+        assert (np.isfinite(ours) == finite).all()
+        np.testing.assert_allclose(ours[finite], other[finite], rtol=1e-12)
 
 
 def test_strips_of_tall_images_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,10 +65,10 @@ def test_contributions_of_tiles_are_the_score(head: Any) -> None:
     for num_tiles in (1, 5):
         tiles = torch.randn(num_tiles, 3, 16, 16, dtype=torch.float64)
         net = sft.compile(evidence, (None, 3, 16, 16), budget="1MiB")
-        scores, parts, weights = net(tiles)
-        assert parts.shape == (num_tiles, 3) and weights.shape == (num_tiles, 1)
+        scores, contributions, weights = net(tiles)
+        assert contributions.shape == (num_tiles, 3) and weights.shape == (num_tiles, 1)
         assert torch.allclose(scores, model(tiles), rtol=1e-12) and torch.allclose(weights.sum(), torch.ones((), dtype=torch.float64))
-        assert torch.allclose(parts.sum(0) + model.head.classifier.bias, scores[0], rtol=1e-12)
+        assert torch.allclose(contributions.sum(0) + model.head.classifier.bias, scores[0], rtol=1e-12)
 
 
 def test_feature_maps_are_averaged() -> None:

@@ -43,8 +43,8 @@ class _Branched(nn.Module):
         self.first, self.second = nn.Conv2d(3, 4, 3, stride=4, padding=1), nn.Conv2d(4, 5, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        one = self.first(x)
-        return torch.cat([one.mean((2, 3)), self.second(one).mean((2, 3))], 1)
+        hidden = self.first(x)
+        return torch.cat([hidden.mean((2, 3)), self.second(hidden).mean((2, 3))], 1)
 
 
 class _Auxiliary(nn.Module):

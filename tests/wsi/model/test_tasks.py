@@ -178,8 +178,8 @@ def test_concordance_counts_comparable_pairs() -> None:
 
 def test_segmentation_and_multiclass_metrics() -> None:
     task = Task(kind="segmentation", classes=("a", "b"), num_outputs=2)
-    one = Prediction(name="1", patient="1", split="test", target=(), output=(8.0, 10.0, 9.0, 1.0, 2.0, 3.0))
-    metrics = evaluate_predictions(task, [one], num_draws=0)
+    prediction = Prediction(name="1", patient="1", split="test", target=(), output=(8.0, 10.0, 9.0, 1.0, 2.0, 3.0))
+    metrics = evaluate_predictions(task, [prediction], num_draws=0)
     assert metrics["dice_a"].value == pytest.approx(16 / 19) and metrics["dice"].value == pytest.approx((16 / 19 + 2 / 5) / 2)
     task = Task(kind="classification", classes=("a", "b", "c"), num_outputs=3)
     outputs: list[Any] = [(0.8, 0.1, 0.1), (0.2, 0.5, 0.3), (0.3, 0.4, 0.3), (0.1, 0.2, 0.7)]

@@ -174,10 +174,10 @@ def test_a_process_that_died_between_two_renames_loses_nothing(run: Path) -> Non
 def test_staging_folders_of_dead_processes_are_removed_and_those_of_others_stay(tmp_path: Path) -> None:
     (tmp_path / ".staged-dead").mkdir()
     (tmp_path / ".staged-dead" / "map.npy").write_bytes(b"")
-    with staging_folder(tmp_path) as one:
+    with staging_folder(tmp_path) as folder:
         assert not (tmp_path / ".staged-dead").exists()
         with staging_folder(tmp_path) as other:
-            assert one.is_dir() and other.is_dir() and one != other
+            assert folder.is_dir() and other.is_dir() and folder != other
     assert [path.name for path in tmp_path.iterdir()] == [".results.lock"]
 
 

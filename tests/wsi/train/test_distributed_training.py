@@ -134,8 +134,8 @@ def _assert_close(run: Path, reference: Path) -> None:
     for name, columns in (("steps.csv", ("loss", "lr", "grad_norm")), ("metrics.csv", ("train_loss", "val_loss"))):
         mine, expected = read_rows(run / name), read_rows(reference / name)
         assert [row.get("slides") for row in mine] == [row.get("slides") for row in expected] and expected, name
-        for one, other in zip(mine, expected, strict=True):
-            assert [float(one[c]) for c in columns] == pytest.approx([float(other[c]) for c in columns], rel=1e-10), name
+        for row, other in zip(mine, expected, strict=True):
+            assert [float(row[c]) for c in columns] == pytest.approx([float(other[c]) for c in columns], rel=1e-10), name
     predicted = [[row["slide"] for row in read_rows(folder / "val" / "predictions.csv")] for folder in (run, reference)]
     assert predicted[0] == predicted[1]
     assert [row["slide"] for row in read_rows(run / "failed.csv")] == [row["slide"] for row in read_rows(reference / "failed.csv")]
@@ -143,8 +143,8 @@ def _assert_close(run: Path, reference: Path) -> None:
 
 def _assert_same_bits(run: Path, other: Path) -> None:
     for kind in ("last", "best"):
-        one, two = _weights(run, kind), _weights(other, kind)
-        assert all(torch.equal(one[name], two[name]) for name in two)
+        weights, other_weights = _weights(run, kind), _weights(other, kind)
+        assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
     for name in ("metrics.csv", "val/predictions.csv", "val/metrics.json"):
         assert (run / name).read_bytes() == (other / name).read_bytes(), name
 
@@ -303,8 +303,8 @@ def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: 
         assert code == other == 0 and '"metrics"' in said and silence == ""
         mine, expected = read_rows(tmp_path / str(bands) / "predictions.csv"), read_rows(shared / "val" / "predictions.csv")
         assert [row["slide"] for row in mine] == [row["slide"] for row in expected] and len(mine) == 3
-        for one, two in zip(mine, expected, strict=True):
-            assert float(one["p_plain"]) == pytest.approx(float(two["p_plain"]), rel=1e-12)
+        for ours, theirs in zip(mine, expected, strict=True):
+            assert float(ours["p_plain"]) == pytest.approx(float(theirs["p_plain"]), rel=1e-12)
 
 
 def test_a_killed_rank_is_named_and_the_run_continues_to_the_same_bits(pair: Ranks, shared: Path, slides: Path, tmp_path: Path) -> None:

@@ -66,35 +66,35 @@ def _state(run: Path, kind: str) -> dict[str, Any]:
     return {"weights": checkpoint.weights, **state}
 
 
-def _assert_same_bits(one: Any, other: Any, where: str = "") -> None:
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, where
+def _assert_same_bits(value: Any, other: Any, where: str = "") -> None:
+    assert type(value) is type(other), where
+    if isinstance(value, torch.Tensor):
+        assert value.dtype == other.dtype and value.shape == other.shape, where
         assert torch.equal(
-            one.contiguous().view(torch.uint8) if one.dim() else one, other.contiguous().view(torch.uint8) if one.dim() else other
+            value.contiguous().view(torch.uint8) if value.dim() else value, other.contiguous().view(torch.uint8) if value.dim() else other
         ), where
-    elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for name in one:
-            _assert_same_bits(one[name], other[name], f"{where}.{name}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+    elif isinstance(value, dict):
+        assert list(value) == list(other), where
+        for name in value:
+            _assert_same_bits(value[name], other[name], f"{where}.{name}")
+    elif isinstance(value, (list, tuple)):
+        assert len(value) == len(other), where
+        for number, (a, b) in enumerate(zip(value, other, strict=True)):
             _assert_same_bits(a, b, f"{where}[{number}]")
     else:
-        assert one == other, where
+        assert value == other, where
 
 
-def _assert_same_run(one: Path, other: Path) -> None:
+def _assert_same_run(folder: Path, other: Path) -> None:
     for kind in ("last", "best"):
-        _assert_same_bits(_state(one, kind), _state(other, kind), kind)
+        _assert_same_bits(_state(folder, kind), _state(other, kind), kind)
     steps = []
-    for run in (one, other):
+    for run in (folder, other):
         with (run / "steps.csv").open(newline="") as file:
             steps.append([{name: cell for name, cell in row.items() if "seconds" not in name} for row in csv.DictReader(file)])
     assert steps[0] == steps[1] and len(steps[0]) == 9
     for name in ("metrics.csv", "val/predictions.csv", "test/predictions.csv", "val/metrics.json", "test/patients.csv", "plan.json"):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def _kill_from_outside(command: list[str], run: Path) -> None:

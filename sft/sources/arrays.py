@@ -316,9 +316,9 @@ class ArrayImage(LevelledImage):
         rectangle = Rectangle.of(x, y, w, h)
         rectangle.check_inside(self._name, (self.width_px, self.height_px))
         check_mapping(self._array, self._name)
-        part = self._pixels[rectangle.slices]
-        pixels: Pixels = part.astype(self.dtype, order="C")
-        release_pages(part)
+        view = self._pixels[rectangle.slices]
+        pixels: Pixels = view.astype(self.dtype, order="C")
+        release_pages(view)
         return pixels
 
 

@@ -91,8 +91,10 @@ class RowBlocks:
             pixels = self._block(number, edges, self.host_budget_bytes)
             if out is None:
                 out = np.empty((len(wanted), *pixels.shape[1:]), pixels.dtype)
-            part = block.intersect(wanted)
-            out[part.start - wanted.start : part.stop - wanted.start] = pixels[part.start - block.start : part.stop - block.start]
+            overlap = block.intersect(wanted)
+            out[overlap.start - wanted.start : overlap.stop - wanted.start] = pixels[
+                overlap.start - block.start : overlap.stop - block.start
+            ]
             edges = {known: edges[known] for known in edges if known > number or known in edge_numbers}
             if number in edge_numbers:
                 edges[number] = pixels

@@ -152,9 +152,9 @@ class ArraySink:
         check_mapping(self._array, "input_grad")
         gradient = gradient.detach().cpu()
         for sample in range(num):
-            for part, is_written in _runs(self._written[sample, rows.start : rows.stop]):
-                source = gradient[sample, :, part.start : part.stop]
-                target = self._target[sample, :, rows.start + part.start : rows.start + part.stop]
+            for run, is_written in _runs(self._written[sample, rows.start : rows.stop]):
+                source = gradient[sample, :, run.start : run.stop]
+                target = self._target[sample, :, rows.start + run.start : rows.start + run.stop]
                 if is_written:
                     target.add_(source)
                 else:
@@ -170,10 +170,10 @@ class ArraySink:
         """
         check_mapping(self._array, "input_grad")
         for sample in range(self.shape[0]):
-            for part, is_written in _runs(self._written[sample]):
+            for run, is_written in _runs(self._written[sample]):
                 if not is_written:
-                    self._target[sample, :, part.start : part.stop].zero_()
-                    release_pages(self._pages[sample, part.start : part.stop])
+                    self._target[sample, :, run.start : run.stop].zero_()
+                    release_pages(self._pages[sample, run.start : run.stop])
         self._written[:] = True
         if isinstance(self._array, np.memmap):
             self._array.flush()
@@ -249,14 +249,14 @@ class NpyFile:
         assert kind is not None, f"{dtype} is refused when the plan is made"
         # Through a link, as numpy.save writes; a name of its own, as the target's may be as long as names can be.
         self.path = Path(os.path.realpath(path))
-        self._part: Path | None = self.path.with_name(part_name or f".sft-{secrets.token_hex(8)}.part")
+        self._temporary: Path | None = self.path.with_name(part_name or f".sft-{secrets.token_hex(8)}.part")
         num_bytes = prod(shape) * kind.itemsize
         try:
             if self.path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(self.path))
             if part_name is not None:
-                self._part.unlink(missing_ok=True)
-            self.array = _mapped(self._part, tuple(shape), kind)
+                self._temporary.unlink(missing_ok=True)
+            self.array = _mapped(self._temporary, tuple(shape), kind)
         except OSError as error:
             self.discard()
             problem = f"cannot write an output of shape {tuple(shape)} ({format_bytes(num_bytes)}) to {os.fspath(path)!r}: {error.strerror}"
@@ -297,21 +297,21 @@ class NpyFile:
         Raises:
             SourceError: the file cannot be renamed. It stays unpublished.
         """
-        if self._part is None:
+        if self._temporary is None:
             return
         try:
-            os.replace(self._part, self.path)
+            os.replace(self._temporary, self.path)
         except OSError as error:
             raise SourceError(
                 error.errno, f"cannot rename the finished output to {os.fspath(self.path)!r}: {error.strerror}. Choose another path."
             ) from error
-        self._part = None
+        self._temporary = None
 
     def discard(self) -> None:
         """Remove the file if it is not published; the array stays usable."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.unlink(missing_ok=True)
+        temporary, self._temporary = self._temporary, None
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> AnyArray:

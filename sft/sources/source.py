@@ -206,8 +206,8 @@ def select_samples(source: _Batched, batch: Interval) -> _Batched:
             f"cannot take {len(batch)} of {num} batch elements of {source}: it has no method samples(batch). "
             "Add one, or take the batch whole."
         )
-    part: _Batched = split(batch)
-    return part
+    view: _Batched = split(batch)
+    return view
 
 
 #: Bytes of the pieces in which rows of arrays are compared.

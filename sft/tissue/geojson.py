@@ -73,8 +73,8 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
         for polygon in regions.polygons
     ]
     text = json.dumps({"type": "FeatureCollection", "features": features})
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_geojson(
@@ -319,7 +319,7 @@ def _class_names(classification: Any) -> tuple[str, ...]:
     if isinstance(classification, dict):
         classification = classification.get("names") or classification.get("name")
     names = [classification] if isinstance(classification, str) else classification or ()
-    return tuple(part.strip() for name in names for part in str(name).split(_SEPARATOR) if part.strip())
+    return tuple(word.strip() for name in names for word in str(name).split(_SEPARATOR) if word.strip())
 
 
 def polygons_of(geometry: Any) -> list[Polygon]:
@@ -332,7 +332,7 @@ def polygons_of(geometry: Any) -> list[Polygon]:
             if geometry.is_empty
             else [tuple(np.asarray(ring.coords, float)[:-1, :2] for ring in (geometry.exterior, *geometry.interiors))]
         )
-    return [polygon for part in getattr(geometry, "geoms", ()) for polygon in polygons_of(part)]
+    return [polygon for member in getattr(geometry, "geoms", ()) for polygon in polygons_of(member)]
 
 
 def import_shapely(purpose: str) -> Any:

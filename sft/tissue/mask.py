@@ -171,8 +171,8 @@ class TissueMask:
         note = png.PngInfo()
         note.add_text(_SIZE_KEY, f"{self.width_px} {self.height_px}")
         picture = image.fromarray(self.pixels.astype(np.uint8) * np.uint8(255))
-        with atomic_write(path) as part:
-            picture.save(part, format="PNG", pnginfo=note)
+        with atomic_write(path) as temporary:
+            picture.save(temporary, format="PNG", pnginfo=note)
 
     @classmethod
     def load_png(cls, path: str | os.PathLike[str], *, width_px: int | None = None, height_px: int | None = None) -> TissueMask:

@@ -102,8 +102,8 @@ class Regions:
             crossings = np.zeros((row.max() + 1 - first_row, num_columns + 1), np.uint32)
             np.add.at(crossings, (row - first_row, column - first_column), 1)
             odd = np.cumsum(crossings[:, :-1], axis=1, dtype=np.uint32) % 2 == 1
-            part = inside[first_row - y :, first_column - x :][: len(odd), :num_columns]
-            part |= odd
+            window = inside[first_row - y :, first_column - x :][: len(odd), :num_columns]
+            window |= odd
         return inside
 
 

@@ -225,7 +225,7 @@ def _canonical_text(value: Any, numbers: dict[int, int]) -> str:
 
 def timing_key(program: Program, first: Program | None) -> tuple[str, bool]:
     """Key of the measurements of a program, and True if the key is valid in other processes."""
-    names = [program_hash(one) for one in (program, first) if one is not None]
+    names = [program_hash(each) for each in (program, first) if each is not None]
     return (f"program {id(program)}", False) if None in names else (" ".join(map(str, names)), True)
 
 

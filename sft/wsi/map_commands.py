@@ -169,7 +169,7 @@ def _table_of(slides: Sequence[Path]) -> Iterator[Path | None]:
     Raises:
         InputError: a file does not exist.
     """
-    several = {str(path): [path] if path.exists() else [Path(part) for part in str(path).split(SEPARATOR)] for path in slides}
+    several = {str(path): [path] if path.exists() else [Path(name) for name in str(path).split(SEPARATOR)] for path in slides}
     missing = [str(path) for paths in several.values() for path in paths if not path.exists()]
     if missing:
         raise InputError(f"no such slides: {some_names(missing)}; check the paths")

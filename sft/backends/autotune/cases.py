@@ -217,7 +217,7 @@ def _make_case(shape_class: ShapeClass, def_use: DefUse, rewrite: Rewrite, fusio
     by_kernels = {out.number for call in kernels for out in call.outputs if out is not None}
     operands = {slot.number: slot for slot in _slots_read(aten) if slot.number not in by_aten}
     operands |= {slot.number: slot for slot in _slots_read(kernels) if slot.number not in by_kernels and slot.number not in operands}
-    inside = removed | {at for at, call in enumerate(def_use.instructions) if any(call is one for one in aten)}
+    inside = removed | {at for at, call in enumerate(def_use.instructions) if any(call is instruction for instruction in aten)}
     written = {slot.number: slot for call in aten for slot in (*call.outputs, *call.writes) if slot is not None}
     reached = by_kernels | {slot.number for call in kernels for slot in call.writes}
     results = [slot for slot in written.values() if slot.number in reached and not def_use.is_private(slot, inside)]
@@ -240,7 +240,7 @@ def _with_padding(def_use: DefUse, aten: tuple[Instruction, ...]) -> tuple[Instr
             maker = def_use.maker(slot)
             is_padding = maker is not None and maker.function is torch.ops.aten.constant_pad_nd.default
             is_view = maker is not None and maker.function is torch.ops.aten.view.default
-            if maker is not None and (is_padding or is_view) and not any(maker is one for one in (*calls, *aten)):
+            if maker is not None and (is_padding or is_view) and not any(maker is instruction for instruction in (*calls, *aten)):
                 calls.append(maker)
         calls.append(call)
     return tuple(calls)

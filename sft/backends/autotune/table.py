@@ -141,15 +141,15 @@ class KernelTable:
     def _by_kind(self) -> dict[ShapeClass, list[TableEntry]]:
         """Entries by their class at 0 pixels, those of fewer pixels first."""
         by_kind: dict[ShapeClass, list[TableEntry]] = {}
-        for entry in sorted(self.entries, key=lambda one: one.shape_class.pixels):
+        for entry in sorted(self.entries, key=lambda each: each.shape_class.pixels):
             by_kind.setdefault(entry.shape_class.at_any_size(), []).append(entry)
         return by_kind
 
     def entry(self, shape_class: ShapeClass) -> TableEntry | None:
         """Entry of a class, or of the nearest class that differs only in pixels; of two equally near ones the one of fewer pixels."""
 
-        def distance(one: TableEntry) -> float:
-            return abs(math.log(one.shape_class.pixels / shape_class.pixels, 4))
+        def distance(entry: TableEntry) -> float:
+            return abs(math.log(entry.shape_class.pixels / shape_class.pixels, 4))
 
         nearest = min(self._by_kind.get(shape_class.at_any_size(), []), key=distance, default=None)
         return None if nearest is None or round(distance(nearest)) > _MAX_PIXEL_CLASS_DISTANCE else nearest
@@ -186,8 +186,8 @@ class KernelTable:
         Raises:
             SourceError: the file cannot be written.
         """
-        with atomic_write(path, parents=True) as part:
-            part.write_text(self.to_json(), encoding="utf-8")
+        with atomic_write(path, parents=True) as temporary:
+            temporary.write_text(self.to_json(), encoding="utf-8")
 
 
 def table_name(device: str, triton: str) -> str:

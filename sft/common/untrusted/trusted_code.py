@@ -105,7 +105,7 @@ Trust: TypeAlias = str | Sequence[str] | TrustedCode
 
 def is_module_name(text: str) -> bool:
     """True for a full name of a module: identifiers joined by points."""
-    return all(part.isidentifier() for part in text.split("."))
+    return all(name.isidentifier() for name in text.split("."))
 
 
 def module_place(module: str) -> Path | None:

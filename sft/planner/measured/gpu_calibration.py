@@ -153,8 +153,8 @@ def save_model(path: Path, model: GpuModel) -> None:
     Raises:
         SourceError: the file cannot be written.
     """
-    with atomic_write(path, parents=True) as part:
-        part.write_text(json.dumps({"format": _FORMAT, **asdict(model)}, indent=1) + "\n", encoding="utf-8")
+    with atomic_write(path, parents=True) as temporary:
+        temporary.write_text(json.dumps({"format": _FORMAT, **asdict(model)}, indent=1) + "\n", encoding="utf-8")
 
 
 def find_model(folders: Sequence[Path], device_name: str) -> GpuModel | None:

@@ -80,7 +80,7 @@ def slide_info(path: Path) -> SlideInfo:
     slide = open_image(path)
     try:
         mpp = None if slide.mpp is None else math.sqrt(slide.mpp[0] * slide.mpp[1])
-        files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
+        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
         return SlideInfo(
             path=path,
             num_bytes=sum(file.stat().st_size for file in files),

@@ -55,8 +55,8 @@ class TableFiles:
     def locate_all(self, text: str, column: str) -> tuple[TableFile, ...]:
         """Files named by a cell of a column: one, or several that are separated by semicolons and are one image."""
         whole = self.locate(text, column)
-        parts = [part.strip() for part in text.split(SEPARATOR)]
-        return (whole,) if not whole.problem or len(parts) < 2 else tuple(self.locate(part, column) for part in parts)
+        parts = [name.strip() for name in text.split(SEPARATOR)]
+        return (whole,) if not whole.problem or len(parts) < 2 else tuple(self.locate(name, column) for name in parts)
 
     def _look_up(self, text: str, column: str) -> TableFile:
         def refused(problem: str) -> TableFile:

@@ -96,8 +96,8 @@ def patient_predictions(predictions: Sequence[Prediction]) -> list[Prediction]:
         grouped.setdefault(prediction.patient, []).append(prediction)
     result = []
     for patient, parts in grouped.items():
-        targets = {part.target for part in parts}
-        output = tuple(np.mean([part.output for part in parts], axis=0).tolist())
+        targets = {each.target for each in parts}
+        output = tuple(np.mean([each.output for each in parts], axis=0).tolist())
         target = parts[0].target if len(targets) == 1 else None
         result.append(replace(parts[0], name=patient, target=target, output=output, loss=math.nan))
     return result

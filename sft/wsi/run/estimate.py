@@ -117,10 +117,10 @@ def duration_text(seconds: float) -> str:
     """
     if seconds < 1:
         return "less than 1 s"
-    for large, small, unit, part in ((_DAY, _HOUR, "d", "h"), (_HOUR, _MINUTE, "h", "min"), (_MINUTE, 1, "min", "s")):
+    for large, small, unit, small_unit in ((_DAY, _HOUR, "d", "h"), (_HOUR, _MINUTE, "h", "min"), (_MINUTE, 1, "min", "s")):
         if round(seconds / small) >= large / small:
             number, rest = divmod(round(seconds / small), large // small)
-            return f"{number} {unit}" + (f" {rest} {part}" if rest else "")
+            return f"{number} {unit}" + (f" {rest} {small_unit}" if rest else "")
     return f"{round(seconds)} s"
 
 

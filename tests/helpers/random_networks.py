@@ -54,7 +54,7 @@ class Wish:
 
     kind: str
     back: int
-    n: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,63 +98,63 @@ def _of(name: str, num_axes: int) -> Any:
     return getattr(nn, f"{name}{num_axes}d")
 
 
-def _each(n: tuple[int, ...], first: int, count: int, modulus: int) -> tuple[int, ...]:
+def _each(numbers: tuple[int, ...], first: int, count: int, modulus: int) -> tuple[int, ...]:
     """One small number for each axis."""
-    return tuple(n[(first + axis) % len(n)] % modulus for axis in range(count))
+    return tuple(numbers[(first + axis) % len(numbers)] % modulus for axis in range(count))
 
 
-def _conv(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _conv(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes, channels = len(shape) - 2, shape[1]
-    kernel = tuple(1 + k for k in _each(n, 0, axes, 4))
-    groups = math.gcd(channels, 1 + n[1] % 3) if n[2] % 3 == 0 else 1
-    out = groups * (1 + n[3] % max(1, 6 // groups))
-    mode = ("zeros", "zeros", "zeros", "reflect", "replicate", "circular")[n[4] % 6]
-    padding = tuple(min(p, k) for p, k in zip(_each(n, 2, axes, 3), kernel, strict=True))
-    stride, dilation = tuple(1 + s for s in _each(n, 5, axes, 3)), tuple(1 + d for d in _each(n, 4, axes, 2))
+    kernel = tuple(1 + k for k in _each(numbers, 0, axes, 4))
+    groups = math.gcd(channels, 1 + numbers[1] % 3) if numbers[2] % 3 == 0 else 1
+    out = groups * (1 + numbers[3] % max(1, 6 // groups))
+    mode = ("zeros", "zeros", "zeros", "reflect", "replicate", "circular")[numbers[4] % 6]
+    padding = tuple(min(p, k) for p, k in zip(_each(numbers, 2, axes, 3), kernel, strict=True))
+    stride, dilation = tuple(1 + s for s in _each(numbers, 5, axes, 3)), tuple(1 + d for d in _each(numbers, 4, axes, 2))
     layer: Layer = _of("Conv", axes)(
-        channels, out, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups, bias=n[0] % 2 == 0, padding_mode=mode
+        channels, out, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups, bias=numbers[0] % 2 == 0, padding_mode=mode
     )
     return layer
 
 
-def _transposed(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _transposed(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes, channels = len(shape) - 2, shape[1]
-    kernel = tuple(1 + k for k in _each(n, 0, axes, 4))
-    stride = tuple(1 + s for s in _each(n, 3, axes, 3))
-    padding = tuple(p % k for p, k in zip(_each(n, 1, axes, 2), kernel, strict=True))
-    more = tuple(o % s for o, s in zip(_each(n, 2, axes, 2), stride, strict=True))
-    groups = math.gcd(channels, 2) if n[5] % 3 == 0 else 1
-    out = groups * (1 + n[4] % 3)
+    kernel = tuple(1 + k for k in _each(numbers, 0, axes, 4))
+    stride = tuple(1 + s for s in _each(numbers, 3, axes, 3))
+    padding = tuple(p % k for p, k in zip(_each(numbers, 1, axes, 2), kernel, strict=True))
+    more = tuple(o % s for o, s in zip(_each(numbers, 2, axes, 2), stride, strict=True))
+    groups = math.gcd(channels, 2) if numbers[5] % 3 == 0 else 1
+    out = groups * (1 + numbers[4] % 3)
     layer: Layer = _of("ConvTranspose", axes)(channels, out, kernel, stride=stride, padding=padding, output_padding=more, groups=groups)
     return layer
 
 
-def _pool(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _pool(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes = len(shape) - 2
-    kernel = tuple(1 + k for k in _each(n, 0, axes, 3))
-    stride = tuple(1 + s for s in _each(n, 2, axes, 3))
-    padding = tuple(min(p, k // 2) for p, k in zip(_each(n, 1, axes, 2), kernel, strict=True))
-    ceil = n[3] % 2 == 0
-    more = {} if n[4] % 2 else {"count_include_pad": n[5] % 2 == 0}
-    layer: Layer = _of("MaxPool" if n[4] % 2 else "AvgPool", axes)(kernel, stride=stride, padding=padding, ceil_mode=ceil, **more)
+    kernel = tuple(1 + k for k in _each(numbers, 0, axes, 3))
+    stride = tuple(1 + s for s in _each(numbers, 2, axes, 3))
+    padding = tuple(min(p, k // 2) for p, k in zip(_each(numbers, 1, axes, 2), kernel, strict=True))
+    ceil = numbers[3] % 2 == 0
+    more = {} if numbers[4] % 2 else {"count_include_pad": numbers[5] % 2 == 0}
+    layer: Layer = _of("MaxPool" if numbers[4] % 2 else "AvgPool", axes)(kernel, stride=stride, padding=padding, ceil_mode=ceil, **more)
     return layer
 
 
-def _adaptive(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    size = tuple(1 + s for s in _each(n, 0, len(shape) - 2, 7))
-    layer: Layer = _of("AdaptiveMaxPool" if n[3] % 2 else "AdaptiveAvgPool", len(shape) - 2)(size)
+def _adaptive(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
+    size = tuple(1 + s for s in _each(numbers, 0, len(shape) - 2, 7))
+    layer: Layer = _of("AdaptiveMaxPool" if numbers[3] % 2 else "AdaptiveAvgPool", len(shape) - 2)(size)
     return layer
 
 
-def _norm(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _norm(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes, channels = len(shape) - 2, shape[1]
     if math.prod(shape[2:]) < 8:  # few elements have almost no variance: a norm of them amplifies rounding errors
         return nn.Identity()
-    kind = n[0] % 4
+    kind = numbers[0] % 4
     if kind == 0:
         return nn.GroupNorm(math.gcd(channels, 2), channels)
     if kind == 1:
-        instance: nn.Module = _of("InstanceNorm", axes)(channels, affine=n[1] % 2 == 0)
+        instance: nn.Module = _of("InstanceNorm", axes)(channels, affine=numbers[1] % 2 == 0)
         return instance
     batch: nn.Module = _of("BatchNorm", axes)(channels)
     return _Frozen(batch) if kind == 2 else batch
@@ -183,40 +183,42 @@ _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
-def _activation(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    return nn.PReLU(shape[1]) if n[1] % 6 == 0 else _Function(_ACTIVATIONS[n[0] % len(_ACTIVATIONS)])
+def _activation(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
+    return nn.PReLU(shape[1]) if numbers[1] % 6 == 0 else _Function(_ACTIVATIONS[numbers[0] % len(_ACTIVATIONS)])
 
 
-def _pad(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _pad(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes = len(shape) - 2
-    mode = ("constant", "reflect", "replicate", "constant", "circular")[n[0] % 5]
+    mode = ("constant", "reflect", "replicate", "constant", "circular")[numbers[0] % 5]
     low = -2 if mode == "constant" else 0
-    amounts = [low + n[(1 + i) % len(n)] % (4 - low) for i in range(2 * axes)]
+    amounts = [low + numbers[(1 + i) % len(numbers)] % (4 - low) for i in range(2 * axes)]
     return _Function(lambda x: F.pad(x, amounts, mode=mode, **({"value": 0.5} if mode == "constant" else {})))
 
 
-def _slice(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    axis, start, end, step = n[0] % (len(shape) - 1), n[1] % 4, n[2] % 4, 1 + n[3] % 2
+def _slice(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
+    axis, start, end, step = numbers[0] % (len(shape) - 1), numbers[1] % 4, numbers[2] % 4, 1 + numbers[3] % 2
     selection = slice(start, -end or None, step)
     return _Function(lambda x: x[(slice(None), *[slice(None)] * axis, selection)])
 
 
-def _interpolate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _interpolate(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     axes = len(shape) - 2
     smooth = ("linear", "bilinear", "trilinear")[axes - 1]
-    mode = ("nearest", smooth, smooth, "nearest-exact", "bicubic" if axes == 2 else smooth)[n[0] % 5]
+    mode = ("nearest", smooth, smooth, "nearest-exact", "bicubic" if axes == 2 else smooth)[numbers[0] % 5]
     arguments: dict[str, Any] = {"mode": mode}
-    if n[1] % 2:
-        arguments["size"] = tuple(max(1, extent + change - 6) for extent, change in zip(shape[2:], _each(n, 2, axes, 17), strict=True))
+    if numbers[1] % 2:
+        arguments["size"] = tuple(
+            max(1, extent + change - 6) for extent, change in zip(shape[2:], _each(numbers, 2, axes, 17), strict=True)
+        )
     else:
-        arguments["scale_factor"] = (0.5, 0.7, 1.5, 2.0, 2.0, 3.0)[n[2] % 6]
+        arguments["scale_factor"] = (0.5, 0.7, 1.5, 2.0, 2.0, 3.0)[numbers[2] % 6]
     if not mode.startswith("nearest"):
-        arguments["align_corners"] = n[3] % 2 == 0
-        arguments["antialias"] = axes == 2 and n[4] % 3 == 0
+        arguments["align_corners"] = numbers[3] % 2 == 0
+        arguments["antialias"] = axes == 2 and numbers[4] % 3 == 0
     return _Function(lambda x: F.interpolate(x, **arguments))
 
 
-def _channels(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _channels(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     """An operator over the channels of each pixel."""
     count, extents = shape[1], list(shape[2:])
     groups = math.gcd(count, 2)
@@ -238,7 +240,7 @@ def _channels(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
         shuffle, swap, pool, spread, lambda x: x.softmax(1), lambda x: F.normalize(x, dim=1), lambda x: F.local_response_norm(x, 3),
         lambda x: F.glu(torch.cat([x, x * 0.5], 1), 1), lambda x: x - x.logsumexp(1, keepdim=True), lambda x: x.flip(1),
     )  # fmt: skip
-    return _Function(functions[n[0] % len(functions)])
+    return _Function(functions[numbers[0] % len(functions)])
 
 
 class _Last(nn.Module):
@@ -271,20 +273,20 @@ class _Gate(nn.Module):
         return x * gate.reshape(*gate.shape, *[1] * len(self.dims))
 
 
-def _last(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    return _Last(shape[1], tokens=n[0] % 2 == 0) if shape[1] > 1 else nn.Identity()
+def _last(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
+    return _Last(shape[1], tokens=numbers[0] % 2 == 0) if shape[1] > 1 else nn.Identity()
 
 
-def _gate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    return _Gate(shape[1], len(shape) - 2, n[0] % 4)
+def _gate(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
+    return _Gate(shape[1], len(shape) - 2, numbers[0] % 4)
 
 
-def _grid(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _grid(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     """Pixels to channels and back; of images only."""
-    return nn.PixelShuffle(2) if n[0] % 2 else nn.PixelUnshuffle(2)
+    return nn.PixelShuffle(2) if numbers[0] % 2 else nn.PixelUnshuffle(2)
 
 
-def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _whole(shape: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     """Operators without a rule for strips."""
 
     def attend(x: Tensor) -> Tensor:
@@ -297,20 +299,20 @@ def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
         attend,
         lambda x: x.cumsum(2) * 0.1,
     )
-    return _Function(functions[n[0] % len(functions)])
+    return _Function(functions[numbers[0] % len(functions)])
 
 
-def _join(shape: tuple[int, ...], other: tuple[int, ...], n: tuple[int, ...]) -> Layer:
+def _join(shape: tuple[int, ...], other: tuple[int, ...], numbers: tuple[int, ...]) -> Layer:
     """Join of two values at one size, by cropping or interpolation."""
     extents = [min(a, b) for a, b in zip(shape[2:], other[2:], strict=True)]
     selection = (slice(None), slice(None), *(slice(0, extent) for extent in extents))
 
     def join(x: Tensor, y: Tensor) -> Tensor:
-        y = F.interpolate(y, size=x.shape[2:]) if n[1] % 3 == 0 else y
-        x, y = (x, y) if n[1] % 3 == 0 else (x[selection], y[selection])
-        if n[0] % 4 == 0 or (x.shape[1] != y.shape[1] and 1 not in (x.shape[1], y.shape[1])):
+        y = F.interpolate(y, size=x.shape[2:]) if numbers[1] % 3 == 0 else y
+        x, y = (x, y) if numbers[1] % 3 == 0 else (x[selection], y[selection])
+        if numbers[0] % 4 == 0 or (x.shape[1] != y.shape[1] and 1 not in (x.shape[1], y.shape[1])):
             return torch.cat([x, y], 1)
-        joined: Tensor = (x + y, x * y, x - 2.0 * y)[n[0] % 4 - 1]
+        joined: Tensor = (x + y, x * y, x - 2.0 * y)[numbers[0] % 4 - 1]
         return joined
 
     return _Function(join)
@@ -378,7 +380,7 @@ class WildNet(nn.Module):
 def _granted(wish: Wish, shapes: list[tuple[int, ...]]) -> tuple[Layer, tuple[int, ...]]:
     """The layer and the shape of its result; the identity if the layer is impossible at this size."""
     try:
-        layer = _join(shapes[0], shapes[1], wish.n) if wish.kind == "join" else _MAKERS[wish.kind](shapes[0], wish.n)
+        layer = _join(shapes[0], shapes[1], wish.numbers) if wish.kind == "join" else _MAKERS[wish.kind](shapes[0], wish.numbers)
         with torch.no_grad():
             made = layer.double()(*(torch.rand(shape, dtype=torch.float64) for shape in shapes))
     except (RuntimeError, ValueError, IndexError):

@@ -26,49 +26,49 @@ class _Filtered(nn.Module):
         return self.function(self, self.before(x))
 
 
-def _blur(m: _Filtered, x: Tensor) -> Tensor:
+def _blur(model: _Filtered, x: Tensor) -> Tensor:
     n, c, h, w = x.shape
-    return F.conv2d(x.reshape(n * c, 1, h, w), m.of_one[:1], padding=1).view(n, c, h, w) * 2
+    return F.conv2d(x.reshape(n * c, 1, h, w), model.of_one[:1], padding=1).view(n, c, h, w) * 2
 
 
-def _magnitude(m: _Filtered, x: Tensor) -> Tensor:
+def _magnitude(model: _Filtered, x: Tensor) -> Tensor:
     """The length of a gradient, as kornia computes it: two filters for each channel, on a replicated border."""
     n, c, h, w = x.shape
-    gradient = F.conv2d(F.pad(x.view(n * c, 1, h, w), (1, 1, 1, 1), "replicate"), m.of_one, m.bias).view(n, c, 2, h, w)
+    gradient = F.conv2d(F.pad(x.view(n * c, 1, h, w), (1, 1, 1, 1), "replicate"), model.of_one, model.bias).view(n, c, 2, h, w)
     return (gradient.square().sum(2) + 1e-3).sqrt()
 
 
-def _pairs(m: _Filtered, x: Tensor) -> Tensor:
+def _pairs(model: _Filtered, x: Tensor) -> Tensor:
     n, _, h, w = x.shape
-    return F.conv2d(x.view(n * 2, 2, h, w), m.of_two, padding=1, stride=2).view(n, 6, -1, w // 2).tanh()
+    return F.conv2d(x.view(n * 2, 2, h, w), model.of_two, padding=1, stride=2).view(n, 6, -1, w // 2).tanh()
 
 
-def _flattened(m: _Filtered, x: Tensor) -> Tensor:
-    filtered: Tensor = F.conv2d(x.flatten(0, 1).unsqueeze(1), m.of_one, padding="same").unflatten(0, x.shape[:2])
+def _flattened(model: _Filtered, x: Tensor) -> Tensor:
+    filtered: Tensor = F.conv2d(x.flatten(0, 1).unsqueeze(1), model.of_one, padding="same").unflatten(0, x.shape[:2])
     return filtered.flatten(1, 2) * 3
 
 
-def _groups(m: _Filtered, x: Tensor) -> Tensor:
+def _groups(model: _Filtered, x: Tensor) -> Tensor:
     n, _, h, w = x.shape
-    return F.conv2d(x.view(n * 2, 2, h, w), m.of_one, m.bias, padding=1, groups=2).relu().view(n, 4, h, w)
+    return F.conv2d(x.view(n * 2, 2, h, w), model.of_one, model.bias, padding=1, groups=2).relu().view(n, 4, h, w)
 
 
-def _interleaved(m: _Filtered, x: Tensor) -> Tensor:
+def _interleaved(model: _Filtered, x: Tensor) -> Tensor:
     n, _, h, w = x.shape
     pairs = x.view(n, 2, 2, h, w).transpose(1, 2).reshape(n * 2, 2, h, w)
-    return F.conv2d(pairs, m.of_two, dilation=2).view(n, 2, 3, h - 4, w - 4).sum(1)
+    return F.conv2d(pairs, model.of_two, dilation=2).view(n, 2, 3, h - 4, w - 4).sum(1)
 
 
-def _twice(m: _Filtered, x: Tensor) -> Tensor:
+def _twice(model: _Filtered, x: Tensor) -> Tensor:
     n, c, h, w = x.shape
-    y = F.conv2d(x.reshape(n * c, 1, h, w), m.of_one, padding=1).relu()
-    return F.conv2d(y, m.of_two, padding=1).view(n, c, 3, h, w).amax(2)
+    y = F.conv2d(x.reshape(n * c, 1, h, w), model.of_one, padding=1).relu()
+    return F.conv2d(y, model.of_two, padding=1).view(n, c, 3, h, w).amax(2)
 
 
-def _made(m: _Filtered, x: Tensor) -> Tensor:
+def _made(model: _Filtered, x: Tensor) -> Tensor:
     """A filter that is computed from the image."""
     n, c, h, w = x.shape
-    return F.conv2d(x.reshape(n * c, 1, h, w), m.of_one[:1] * x.mean(), padding=1).view(n, c, h, w)
+    return F.conv2d(x.reshape(n * c, 1, h, w), model.of_one[:1] * x.mean(), padding=1).view(n, c, h, w)
 
 
 _FUNCTIONS = (_blur, _magnitude, _pairs, _flattened, _groups, _interleaved, _twice, _made)

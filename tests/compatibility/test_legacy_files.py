@@ -470,9 +470,9 @@ def _assert_same_gradients(net: nn.Module, model: nn.Module) -> None:
     for name, param in net.named_parameters():
         grad = param.grad
         assert grad is not None, name
-        before, is_stacked, behind = name.partition(".block.")
+        before, is_stacked, after = name.partition(".block.")
         if is_stacked:  # a repetition: block after block
-            gradients = [expected.pop(f"{before}.{number}.{behind}") for number in range(len(grad))]
+            gradients = [expected.pop(f"{before}.{number}.{after}") for number in range(len(grad))]
             assert all(gradient is not None for gradient in gradients)
             torch.testing.assert_close(
                 grad, torch.stack([gradient for gradient in gradients if gradient is not None]), rtol=1e-9, atol=1e-11

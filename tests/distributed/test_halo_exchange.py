@@ -126,7 +126,7 @@ def test_times_of_posts_and_waits() -> None:
     assert [choice.nodes[-1] for choice in bands.choices[:2]] == ["relu", "adaptive_avg_pool2d"]
     # Forward: the first two strips compute the row that is sent up, and the last strip there reads it; the row sent down is needed at once.
     # Backward in reverse. The last convolution's gradients are summed during the first one's strips; the first one's remain for the end.
-    assert [_told(logged_step(bands, MeshShape(num_bands=2), 0, band).events) for band in range(2)] == [
+    assert [_schedule_lines(logged_step(bands, MeshShape(num_bands=2), 0, band).events) for band in range(2)] == [
         [
             "F0+ 0: receive rows (0)",
             "F0+ 4: send rows (1)",
@@ -170,7 +170,7 @@ def test_times_of_posts_and_waits() -> None:
     ]
 
 
-def _told(events: Sequence[Event]) -> list[str]:
+def _schedule_lines(events: Sequence[Event]) -> list[str]:
     """Schedule ops, strips that ran before, and messages posted or waited for."""
     lines, numbers = [], dict[int, int]()
     for event in events:

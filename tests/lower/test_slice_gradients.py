@@ -24,9 +24,9 @@ aten = torch.ops.aten
 class _Slices(nn.Module):
     """Weighted slices of the channels of an image, or of pooled features, summed."""
 
-    def __init__(self, slices: list[slice | int], *, pooled: bool, kept: bool = False, mixed: bool = False) -> None:
+    def __init__(self, slices: list[slice | int], *, pooled: bool, reads_whole: bool = False, mixed: bool = False) -> None:
         super().__init__()
-        self.slices, self.pooled, self.kept = slices, pooled, kept
+        self.slices, self.pooled, self.reads_whole = slices, pooled, reads_whole
         self.features = nn.Conv2d(2, 12, 3, padding=1)
         self.mix = nn.Conv2d(12, 12, 3, padding=1) if mixed else None
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(())) for _ in slices])
@@ -37,7 +37,7 @@ class _Slices(nn.Module):
             x = x.mean((2, 3)).unflatten(1, (3, -1)).transpose(0, 1)  # [3, N, C]
         total = sum(((weight * _selected(x, each, self.pooled)).tanh() for weight, each in zip(self.weights, self.slices, strict=True)))
         assert isinstance(total, Tensor)
-        if self.kept:
+        if self.reads_whole:
             total = total + (x * x).mean()
         if self.pooled:
             return total
@@ -88,10 +88,10 @@ def _drawn_slices(draw: st.DrawFn, extent: int) -> list[slice | int]:
     return draw(st.lists(st.one_of(index, ranges), min_size=1, max_size=4))
 
 
-@given(data=st.data(), pooled=st.booleans(), kept=st.booleans(), mixed=st.booleans(), strips=st.booleans())
-def test_gradients_of_slices_are_exact(data: st.DataObject, pooled: bool, kept: bool, mixed: bool, strips: bool) -> None:
+@given(data=st.data(), pooled=st.booleans(), reads_whole=st.booleans(), mixed=st.booleans(), strips=st.booleans())
+def test_gradients_of_slices_are_exact(data: st.DataObject, pooled: bool, reads_whole: bool, mixed: bool, strips: bool) -> None:
     slices = data.draw(_drawn_slices(3 if pooled else 12))
-    model = _Slices(slices, pooled=pooled, kept=kept, mixed=mixed).double()
+    model = _Slices(slices, pooled=pooled, reads_whole=reads_whole, mixed=mixed).double()
     x = torch.randn(2, 2, 24, 9, dtype=torch.float64)
     options = sft.Options(tile=(5, None)) if strips else sft.Options()
     net = sft.compile(copy.deepcopy(model), [x], budget="1GiB", options=options)

@@ -31,7 +31,7 @@ from tests.helpers.wsi import run_wsi as main
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def _said(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+def _printed_json(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     output, errors = capsys.readouterr()
     return json.loads(output), errors
 
@@ -93,12 +93,12 @@ def test_starting_a_finished_run_again_changes_nothing(trained: Path, tmp_path: 
 
 def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(trained / "run"), "--bootstrap", "0", "--json", "--out", str(tmp_path / "val")]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert read_rows(tmp_path / "val" / "predictions.csv") == read_rows(trained / "run" / "val" / "predictions.csv")
     assert told["metrics"]["slides"]["loss"]["value"] > 0
     table = write_table(trained / "new.csv", [{"slide": "s0"}, {"slide": "s1"}])
     assert main(["evaluate", str(trained / "run"), "--csv", str(table), "--json", "--out", str(tmp_path / "new")]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert told["metrics"] == {"slides": {}, "patients": {}}
     assert [row["slide"] for row in read_rows(tmp_path / "new" / "predictions.csv")] == ["s0", "s1"]
     assert main(["evaluate", str(trained / "run"), "--split", "test", "--bootstrap", "0"]) == 3
@@ -106,7 +106,7 @@ def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, t
     best = (trained / "run" / "val" / "predictions.csv").read_bytes()
     capsys.readouterr()
     assert main(["evaluate", str(trained / "run"), "--checkpoint", "last", "--bootstrap", "0", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert told["folder"] == str(trained / "run" / "val-last")
     assert (trained / "run" / "val" / "predictions.csv").read_bytes() == best
     assert main(["evaluate", str(trained / "run"), "--bootstrap", "0", "--out", str(trained / "run")]) == 1
@@ -116,7 +116,7 @@ def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, t
 def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--names", "s6", "--saliency", "--crops", "2", "--crop-px", "32", "--out", str(tmp_path), "--json"]
     assert main(["heatmap", str(trained / "run"), *options]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     (drawn,) = told["heatmaps"]
     assert {Path(name).name for name in drawn["files"]} == {
         "map-swapped.npy", "map-swapped.png", "saliency-swapped.npy", "saliency-swapped.png",
@@ -127,7 +127,7 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
     evidence = np.load(tmp_path / "s6" / "map-swapped.npy")
     assert evidence.sum() + float(best.weights["head.classifier.bias"][1]) == pytest.approx(drawn["score"], rel=1e-4)
     assert main(["predict", str(trained / "run"), "--formats", "npy", "ome.tif", "--out", str(tmp_path / "maps"), "--json"]) == 0
-    told, _ = _said(capsys)  # the same maps as files of all classes
+    told, _ = _printed_json(capsys)  # the same maps as files of all classes
     (written,) = (each for each in told["maps"] if each["slide"] == "s6")
     assert np.allclose(np.load(written["files"][0])[1], evidence, atol=1e-5 * np.abs(evidence).max())
     assert {row["slide"] for row in read_rows(tmp_path / "maps" / "predictions.csv")} == {each["slide"] for each in told["maps"]}
@@ -136,7 +136,7 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
     row = read_rows(trained / "run" / "val" / "predictions.csv")[0]
     logits = [float(np.log(float(row[name]))) for name in ("p_plain", "p_swapped")]
     assert main(["heatmap", str(trained / "run"), *options, "--classes", "plain", "swapped"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     plain, swapped = (item["score"] for item in told["heatmaps"])
     assert swapped - plain == pytest.approx(logits[1] - logits[0], rel=1e-4)
     crops = read_rows(tmp_path / "s6" / "crops-swapped.csv")
@@ -162,12 +162,12 @@ def test_a_real_slide_from_the_table_to_the_heatmap(tmp_path: Path, capsys: pyte
         train={"epochs": 1},
     )
     assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert told["steps"] == 2 and not told["failed"]
     validated = read_rows(tmp_path / "run" / "val" / "predictions.csv")
     assert len(validated) == 2 and {row["target"] for row in validated} == {"a", "b"}
     assert main(["heatmap", str(tmp_path / "run"), "--names", validated[0]["slide"], "--saliency", "--crops", "0", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     (drawn,) = told["heatmaps"]
     evidence = np.load(drawn["files"][0])
     best = CheckpointFolder(tmp_path / "run" / "checkpoints").load("best")
@@ -226,7 +226,7 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
     train = {"epochs": 1, **train}
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", task={"kind": kind, **task}, model=model, train=train)
     assert main(["train", "--config", str(config), "--bootstrap", "10", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     names = {"regression": "r2", "cox": "c_index", "hazard": "c_index", "segmentation": "dice"}
     value = told["metrics"]["val"]["slides"][names[kind]]["value"]
     assert value is not None and np.isfinite(value)
@@ -247,7 +247,7 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
     run, slides = str(folder / "run"), [str(folder / f"t{number}.tif") for number in range(4, 8)]
     command = ["predict", run, *slides[:2], "--formats", "ome.tif", "npy", "geojson", "--json"]
     assert main(command) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert [each["slide"] for each in told["maps"]] == ["t4", "t5"] and all(each["is_new"] for each in told["maps"])
     for each, mask in zip(told["maps"], masks, strict=False):
         expected, (image, classes, outlines, areas) = np.load(mask), map(Path, each["files"])
@@ -256,7 +256,7 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
         assert float(read_rows(areas)[0]["area_px"]) == (expected == 1).sum()
     changed = [path.stat().st_mtime_ns for path in (folder / "run" / "predictions").rglob("*.npy")]
     assert main([*command[:4], slides[2], *command[4:]]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert [each["is_new"] for each in told["maps"]] == [False, False, True]
     assert set(changed) <= {path.stat().st_mtime_ns for path in (folder / "run" / "predictions").rglob("*.npy")}
     assert (
@@ -267,13 +267,13 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
         assert main([*command[:2], slides[3], *command[4:]]) == 1 and "cannot write the map of t7" in capsys.readouterr().err
     (journal,) = (folder / "run" / "predictions").glob(".partial-*.rows")
     assert main([*command[:2], slides[3], *command[4:]]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert told["maps"][0]["num_resumed_rows"] == np.load(told["maps"][0]["files"][1]).shape[0] and not journal.exists()
     soft = np.load(folder / "soft" / "t4" / "softmax.npy")
     assert soft.dtype == np.float16 and np.abs(soft.sum(0) - 1).max() < 2e-3
     assert main(["predict", run, "missing.tif"]) == 1 and "no such slides: missing.tif" in capsys.readouterr().err
     assert main(["evaluate", run, "--maps", "npy", "--bootstrap", "0", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     confusion = read_rows(folder / "run" / "val" / "pixel_confusion.csv")
     metrics = told["metrics"]["slides"]
     assert float(confusion[1]["iou"]) == pytest.approx(metrics["iou_dark"]["value"])
@@ -288,7 +288,7 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
     new = write_table(folder / "new.csv", [{"slide": f"t{number}.tif"} for number in range(4, 8)])
     capsys.readouterr()
     assert main(["heatmap", run, "--csv", str(new), "--out", str(out), "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     for heatmap, row in zip(told["heatmaps"], predictions, strict=True):
         classes, (true,) = np.load(heatmap["files"][0]), (np.load(folder / f"m{int(row['slide'][1:]) % 2}.npy"),)
         assert classes.shape == true.shape and classes.dtype == np.uint8
@@ -321,7 +321,7 @@ def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, ca
     assert main([*arguments, "50000"]) == 1
     named = re.search(r"Raise the budget to [\d.]+ \w+ \((\d+) bytes\) with --model\.budget", capsys.readouterr().err)
     assert named is not None and main([*arguments, named[1]]) == 0
-    assert _said(capsys)[0]["plan"]["budget_bytes"] == int(named[1])
+    assert _printed_json(capsys)[0]["plan"]["budget_bytes"] == int(named[1])
     assert main([*arguments, str(int(named[1]) - 1)]) == 1
 
 
@@ -329,7 +329,7 @@ def test_a_dry_run_writes_nothing_and_prints_the_plan(trained: Path, tmp_path: P
     arguments = ["--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--json"]
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", *arguments, "--dry-run"]) == 0
-    told, shown = _said(capsys)
+    told, shown = _printed_json(capsys)
     assert told["slides"] == {"train": 6, "val": 2, "test": 2} and told["plan"] and "budget" in shown
     assert main(["plan", *arguments, "--size", "4096", "4096", "--model.budget", "40MiB"]) == 0
     assert "4096x4096" in capsys.readouterr().err
@@ -428,7 +428,7 @@ def test_a_computed_tissue_mask_is_drawn_and_accepted_as_a_mask(tmp_path: Path, 
     (tmp_path / "none.svs").write_bytes(b"no slide")
     slide = _ROOT / "examples" / "data" / "CMU-1-Small-Region.svs"
     assert main(["tissue", str(slide), str(tmp_path / "none.svs"), "--out", str(tmp_path / "out"), "--json"]) == 3
-    (record, failed), _ = _said(capsys)
+    (record, failed), _ = _printed_json(capsys)
     assert "none.svs" in failed["error"] and 0.3 < record["share"] < 0.42 and record["box_px"]["h"] > 2500
     with Image.open(record["files"][2]) as picture:
         drawn = np.asarray(picture)
@@ -444,10 +444,10 @@ def test_a_computed_tissue_mask_is_drawn_and_accepted_as_a_mask(tmp_path: Path, 
     Path(record["files"][0]).write_bytes(b"mended")
     again = ["tissue", str(slide), "--out", str(tmp_path / "out"), "--json"]
     assert main(again) == 3
-    assert "may have been edited: name another --out, or give --overwrite" in _said(capsys)[0][0]["error"]
+    assert "may have been edited: name another --out, or give --overwrite" in _printed_json(capsys)[0][0]["error"]
     assert Path(record["files"][0]).read_bytes() == b"mended"
     assert main([*again, "--overwrite"]) == 0
-    assert _said(capsys)[0][0]["share"] == record["share"]
+    assert _printed_json(capsys)[0][0]["share"] == record["share"]
 
 
 def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,7 +460,7 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
     data = {"tissue": "crop", "host_budget": "1MiB", "csv": str(table)}
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", data=data, train={"on_error": "fill", "epochs": 1})
     assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     rows = read_rows(tmp_path / "run" / "damaged.csv")
     assert told["filled_tiles"] == len(rows) and not told["failed"] and {row["slide"] for row in rows} == {"s1", "s4"}
     assert {(row["left_px"], row["top_px"]) for row in rows if row["slide"] == "s4" and row["level"] == "0"} == {("0", "0")}
@@ -532,7 +532,7 @@ def test_the_ready_configuration_is_valid() -> None:
 
 def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    told, _ = _said(capsys)
+    told, _ = _printed_json(capsys)
     assert told["torch"] == torch.__version__ and told["safetensors"]
     assert all(told[name] for name in ("tifffile", "imagecodecs", "simplejpeg", "zarr", "scikit-image", "shapely"))
 

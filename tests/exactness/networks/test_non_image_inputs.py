@@ -33,17 +33,17 @@ class Block(nn.Module):
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.behind = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.2))
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        split = self.queries(self.before(x)).view(batch, length, 3 * self.heads, width // self.heads).transpose(1, 2)
+        split = self.queries(self.attention_norm(x)).view(batch, length, 3 * self.heads, width // self.heads).transpose(1, 2)
         queries, keys, values = split.chunk(3, dim=1)
         mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.behind(self.between(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 

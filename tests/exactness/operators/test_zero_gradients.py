@@ -45,12 +45,16 @@ class _Overwritten(nn.Module):
 
     def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
         super().__init__()
-        self.lost, self.kept, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.overwritten, self.written, self.head = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4, 2, 3, padding=1),
+        )
         self.write = write
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.lost(x)
-        self.write(out, self.kept(x))
+        out = self.overwritten(x)
+        self.write(out, self.written(x))
         y: Tensor = self.head(out)
         return y
 

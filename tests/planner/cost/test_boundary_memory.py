@@ -37,13 +37,13 @@ def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     order = problem.sized.operators
     places = survey.axes.cut_at
     crossings = BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=streams).advance(places)
-    for position, (crossed, behind, place) in enumerate(zip(crossings, untiled_memory(problem, places), places, strict=True)):
+    for position, (crossed, untiled, place) in enumerate(zip(crossings, untiled_memory(problem, places), places, strict=True)):
         own = [_of_segments(survey, position, height) for height in range(len(survey.axes.strip_rows))]
         np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
         np.testing.assert_allclose(crossed.strip_bytes.T, [strips for _, strips, _ in own], rtol=1e-12)
         assert crossed.link_seconds == pytest.approx(own[0][2], rel=1e-12)
-        assert behind.source_bytes == source_bytes(problem, order[place:])
-        assert behind.exchanged_bytes == _exchanged_whole(problem, order[place:])
+        assert untiled.source_bytes == source_bytes(problem, order[place:])
+        assert untiled.exchanged_bytes == _exchanged_whole(problem, order[place:])
 
 
 def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[list[int], list[float], float]:

@@ -133,7 +133,7 @@ def test_any_budget_is_exact(name: str, share: float, link: float) -> None:
 
 def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: heads with stages that need several times the room were projected once each, which took most of the planning time."""
-    behind = import_module("sft.planner.search.staged")
+    staged = import_module("sft.planner.search.staged")
     peaks: list[int] = []
 
     def noted(*arguments: Any) -> Any:
@@ -141,7 +141,7 @@ def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.M
         peaks.append(planned.projection.peak_bytes)
         return planned
 
-    monkeypatch.setattr(behind, "materialize", noted)
+    monkeypatch.setattr(staged, "materialize", noted)
     with torch.device("meta"):
         model = vgg16(10)
     sft.plan(model, (1, 3, 16_384, 20_480), budget="11GiB")
@@ -150,15 +150,15 @@ def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.M
 
 def test_no_solver_runs_on_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a stage of DenseNet-201 needed twenty times the room; the search of its chain took half of a second size's time."""
-    behind = import_module("sft.planner.search.staged")
+    staged = import_module("sft.planner.search.staged")
     asked: list[float] = []
-    cheapest = behind._cheapest_tail
+    cheapest = staged._cheapest_tail
 
     def noted(tail: Any, name: str, room_bytes: int) -> Any:
         asked.append(stage_bound_bytes(tail.chain) / (room_bytes - tail.base_bytes))
         return cheapest(tail, name, room_bytes)
 
-    monkeypatch.setattr(behind, "_cheapest_tail", noted)
+    monkeypatch.setattr(staged, "_cheapest_tail", noted)
     with torch.device("meta"):
         model = vgg16(10)
     sft.plan(model, (1, 3, 8192, 8192), budget="4GiB")

@@ -14,7 +14,7 @@ from tests.helpers.wsi import real_pixels, write_config, write_slide, write_tabl
 from tests.helpers.wsi import run_wsi as main
 
 
-def _said(capsys: pytest.CaptureFixture[str]) -> str:
+def _printed(capsys: pytest.CaptureFixture[str]) -> str:
     output, errors = capsys.readouterr()
     assert "Traceback" not in errors
     return " ".join((output + errors).split())
@@ -32,7 +32,7 @@ def test_files_that_are_no_slides_are_listed_before_training(tmp_path: Path, cap
     )
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run")
     assert main(["train", "--config", str(config)]) == 1
-    told = _said(capsys)
+    told = _printed(capsys)
     for line, name in enumerate(names[1:], 3):
         assert f"line {line}:" in told and name in told, told
     assert "line 2:" not in told
@@ -50,7 +50,7 @@ def test_missing_and_empty_slides_and_patients_in_two_splits_are_listed(tmp_path
     )
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run")
     assert main(["train", "--config", str(config)]) == 1
-    told = _said(capsys)
+    told = _printed(capsys)
     for problem in ("patient 'p1' is in train (line 2), val (line 3)", "line 4:", "is missing", "line 5:", "has no bytes", "line 6:"):
         assert problem in told, (problem, told)
     assert not (tmp_path / "run").exists()
@@ -63,7 +63,7 @@ def test_a_missing_device_is_an_error_in_one_line(tmp_path: Path, capsys: pytest
     table.write_text("slide,label,patient,split\na.tif,x,p1,train\n", encoding="utf-8")
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run")
     assert main(["train", "--config", str(config), "--train.device", "cuda"]) == 1
-    told = _said(capsys)
+    told = _printed(capsys)
     assert "device 'cuda' cannot be used here" in told and "Traceback" not in told
 
 
@@ -76,7 +76,7 @@ def test_labels_are_no_paths_and_no_formulas(tmp_path: Path, capsys: pytest.Capt
     assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
     options = ["--names", "s2", "--classes", "x/../../../../evil", r"$\foo$", "--saliency", "--crops", "1", "--crop-px", "16"]
     assert main(["heatmap", str(run), *options]) == 0
-    _said(capsys)
+    _printed(capsys)
     made = {*tmp_path.rglob("*")} - before
     assert all(path == run or path.is_relative_to(run) for path in made)
     names = [f"{kind}-{name}" for name in ("_foo_", "x_.._.._.._.._evil") for kind in ("crop", "crops", "map", "saliency")]
@@ -103,10 +103,10 @@ def test_a_slide_that_vanishes_during_a_run_is_left_out_or_ends_it_with_its_name
     monkeypatch.setattr(Trainer, "run", vanishing)
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 2})
     assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 1
-    assert "s1.tif" in _said(capsys)
+    assert "s1.tif" in _printed(capsys)
     write_task(tmp_path, num_slides=8)
     arguments = ["train", "--config", str(config), "--bootstrap", "0", "--run", str(tmp_path / "skip"), "--train.on_error", "skip"]
     assert main(arguments) == 3
-    _said(capsys)
+    _printed(capsys)
     failed = (tmp_path / "skip" / "failed.csv").read_text(encoding="utf-8")
     assert failed.count("s1") >= 1 and (tmp_path / "skip" / "summary.md").exists()

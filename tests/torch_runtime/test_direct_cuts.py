@@ -165,17 +165,18 @@ def test_passes_with_direct_cuts_are_recorded() -> None:
 
 def test_recorded_passes_with_direct_cuts_have_no_races() -> None:
     """Recordings obey the rules of stream captures, and no thread of the host takes part in a replay."""
-    net, staged, _ = _pair()
+    shape = (1, 3, 14, 10)
+    net, staged, _ = _pair(shape)
     with gpu_steps() as gpu:
         graphs = _recorded(net, CaptureRecorder(gpu=gpu))
-        ours = [_step(net, image(*_SHAPE, seed=seed)) for seed in range(4)]
-        assert graphs.is_enabled and graphs.num_replays == 3
+        ours = [_step(net, image(*shape, seed=seed)) for seed in range(3)]
+        assert graphs.is_enabled and graphs.num_replays == 2
         assert not gpu.blocking_copies and not gpu.num_synchronizations
         gpu.synchronize()
         del net, graphs
     assert not gpu.checker.races, "\n".join(gpu.checker.races[:5])
     for seed, results in enumerate(ours):
-        _assert_equal(results, _step(staged, image(*_SHAPE, seed=seed)))
+        _assert_equal(results, _step(staged, image(*shape, seed=seed)))
 
 
 def test_recorded_inference_with_direct_cuts() -> None:

@@ -212,6 +212,8 @@ def match_infinite_maxima(context: MatchContext) -> Iterator[Rewrite]:
         indices = call.outputs[1]
         if indices is None or len(indices.shape) != 4 or not context.def_use.is_read(indices):
             continue
+        if indices.number in context.builder.bounded_maxima:
+            continue
         counts = indices.shape[2:]
         # The first pixels, and for each axis four vectors on the way to them.
         scratch_bytes = (math.prod(counts) + 4 * sum(counts)) * indices.dtype.itemsize

@@ -36,6 +36,7 @@ class ProgramBuilder:
         instructions: the operations so far.
         ports: slots bound from outside.
         results: slots for the caller.
+        bounded_maxima: numbers of the slots of pool indices without windows of minus infinity.
     """
 
     dtype: torch.dtype
@@ -45,6 +46,7 @@ class ProgramBuilder:
     instructions: list[Instruction] = field(default_factory=list)
     ports: dict[Port, Slot] = field(default_factory=dict)
     results: dict[Port, Slot] = field(default_factory=dict)
+    bounded_maxima: set[int] = field(default_factory=set)
     _num_slots: int = 0
 
     def slot(self, shape: Iterable[int], dtype: torch.dtype | None = None, root: int | None = None) -> Slot:

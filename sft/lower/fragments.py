@@ -120,14 +120,16 @@ class ProgramFragment:
         instructions: the operations, in order.
         ports: the ports that it uses.
         results: the results that it makes.
+        bounded_maxima: as in :class:`sft.lower.builder.ProgramBuilder`.
         written: the storages that it allocates or writes into.
     """
 
-    __slots__ = ("_live", "_slots", "instructions", "ports", "results", "written")
+    __slots__ = ("_live", "_slots", "bounded_maxima", "instructions", "ports", "results", "written")
 
     def __init__(self, builder: ProgramBuilder) -> None:
         self.instructions = tuple(builder.instructions)
         self.ports, self.results = builder.ports, builder.results
+        self.bounded_maxima = frozenset(builder.bounded_maxima)
         self._slots = [slots_of(instruction) for instruction in self.instructions]
         allocated = (out.root for i in self.instructions for out in i.outputs if out is not None)
         self.written = frozenset((*allocated, *(slot.root for i in self.instructions for slot in i.writes)))
@@ -150,6 +152,7 @@ def concatenate_fragments(fragments: Sequence[ProgramFragment], dtype: torch.dty
         builder.instructions += fragment.instructions
         builder.ports.update(fragment.ports)
         builder.results.update(fragment.results)
+        builder.bounded_maxima |= fragment.bounded_maxima
     numbers = [slot.number for slot in builder.ports.values()]
     numbers += [out.number for i in builder.instructions for out in i.outputs if out is not None]
     builder._num_slots = max(numbers, default=-1) + 1

@@ -16,10 +16,12 @@ has its own times and bytes, and replaces the stages of its span in both passes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from sft.common.errors import InputError
+from sft.common.legacy_names import restore_fields
 
 __all__ = ["Alternative", "HostLink", "Stage", "StageChain", "stage_classes"]
 
@@ -206,6 +208,10 @@ class HostLink:
     up_bytes_per_second: float = 12.2e9
     full_duplex: bool = True
     copy_seconds: float = 0.0
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         for name in ("down_bytes_per_second", "up_bytes_per_second"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,6 +109,39 @@ def _num_read_pools(program: Program) -> int:
             assert calls[at + 1].function is raise_to_first_pixels and calls[at + 1].writes == (call.outputs[1],)
             count += 1
     return count
+
+
+_BOUNDED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (torch.relu, True),
+    "sum of two": (lambda x: F.relu(x) + torch.sigmoid(x), True),
+    "of a pool": (lambda x: F.max_pool2d(F.relu6(x), 3, 1, 1), True),
+    "joined": (lambda x: torch.cat([F.hardtanh(x), x.clamp(min=-3.0)], 1), True),
+    "joined with the image": (lambda x: torch.cat([F.relu(x), x], 1), False),
+    "difference": (lambda x: torch.sub(F.relu(x), F.relu(-x), alpha=2.0), False),
+    "leaky": (lambda x: F.leaky_relu(x, 0.1), False),
+    "clamped above": (lambda x: x.clamp(max=1.0), False),
+}
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+@pytest.mark.parametrize(("function", "is_bounded"), _BOUNDED.values(), ids=_BOUNDED)
+def test_pools_of_bounded_values_are_not_corrected(
+    function: Callable[[Tensor], Tensor], is_bounded: bool, options: sft.Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a ReLU, which has no window of minus infinity."""
+
+    class Pooled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.max_pool2d(function(x), 2, 2)
+
+    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
+    x = image(1, 2, 24, 18).contiguous(memory_format=torch.channels_last)
+    net: Any = sft.compile(Pooled(), x.clone().requires_grad_(), budget="1GiB", options=options)
+    net(x.clone().requires_grad_()).sum().backward()
+    regions = [prepared.region for prepared in net._sft_engine.plan_cache.prepared.values()]
+    programs = [program for region in regions for segment in region.segments for program in getattr(segment, "lowered_programs", ())]
+    corrections = sum(call.function is raise_to_first_pixels for program in programs for call in program.instructions)
+    assert bool(corrections) is not is_bounded
 
 
 @pytest.mark.gpu

@@ -40,10 +40,15 @@ class RowMajorCall:
 
     operator: str
 
+    @property
+    def function(self) -> Any:
+        """The operator."""
+        return getattr(aten, self.operator).default
+
     def __call__(self, *arguments: Any) -> Tensor:
         """Call the operator."""
         copies = (each.contiguous() if isinstance(each, Tensor) and each.dim() == 4 else each for each in arguments)
-        result: Tensor = getattr(aten, self.operator).default(*copies)
+        result: Tensor = self.function(*copies)
         return result.contiguous(memory_format=torch.channels_last)
 
 

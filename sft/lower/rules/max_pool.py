@@ -1,7 +1,8 @@
 """Max pooling on a strip: with a fixed window, adaptive, its pool indices, and max unpooling.
 
 **Windows of minus infinity.** If all elements of a window are minus infinity, its gradient belongs to the first element inside the image.
-ATen excludes its own padding, but not the rows and columns that a strip was explicitly padded with; rules correct that.
+ATen excludes its own padding, but not the rows and columns that a strip was explicitly padded with; rules correct that. A backend corrects
+ATen's kernels, except for pools of values that are bounded below, such as the result of a ReLU.
 
 **Pool indices** count the pixels of the full image in row-major order. The pooling of a strip counts the pixels of the strip. Indices are
 converted when the program runs, as the strip's position is bound then (the ``origin`` port).
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.graph import Graph, refs_in
 from sft.analysis.ir.ops import Window, window_of
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
@@ -36,6 +37,42 @@ from sft.lower.rules.resampled_range import ResampledRange, index_select_channel
 __all__ = ["AdaptiveMaxPoolRule", "MaxPoolIndicesRule", "MaxPoolRule", "MaxUnpoolRule", "correct_infinite_indices"]
 
 aten = torch.ops.aten
+
+#: Pointwise operators whose results are never minus infinity.
+_BOUNDED_OPS = frozenset(
+    [
+        "abs",
+        "clamp_min",
+        "elu",
+        "exp",
+        "gelu",
+        "hardsigmoid",
+        "hardswish",
+        "hardtanh",
+        "relu",
+        "relu6",
+        "sigmoid",
+        "silu",
+        "softmax",
+        "softplus",
+        "square",
+        "tanh",
+    ]
+)
+#: Operators whose results are not minus infinity if no operand is.
+_SELECTIONS = frozenset(["add", "cat", "max_pool1d", "max_pool2d", "max_pool3d", "native_dropout", "slice", "upsample_nearest2d"])
+
+
+def is_bounded_below(graph: Graph, name: str) -> bool:
+    """True if a value is known to have no element of minus infinity."""
+    node = graph[name]
+    namespace, _, operator = node.target.rpartition(".")[0].partition(".")
+    if namespace != "aten":
+        return False
+    if operator == "clamp":
+        return node.argument("min") is not None
+    is_selection = operator in _SELECTIONS and node.argument("alpha", 1) == 1
+    return operator in _BOUNDED_OPS or (is_selection and all(is_bounded_below(graph, operand) for operand in node.operands))
 
 
 class MaxPoolRule(PoolRule):
@@ -75,6 +112,8 @@ class MaxPoolRule(PoolRule):
         out, indices = ctx.builder.slot(shape), ctx.builder.slot(shape, torch.int64)
         function = aten.max_pool3d_with_indices if ctx.scope.axes.count == 3 else aten.max_pool2d_with_indices
         ctx.builder.call_many(function.default, (ctx.saved["spread"], *ctx.saved["geometry"]), (out, indices))
+        if is_bounded_below(ctx.scope.graph, next(refs_in(ctx.node.argument("self")))):
+            ctx.builder.bounded_maxima.add(indices.number)
         if ctx.scope.axes.count == 3:
             starts = _first_slices(kernel_windows(ctx)[ROWS], ctx.saved["geometry"][2][ROWS], shape[2])
             correct_infinite_indices(ctx, out, indices, starts, ctx.saved["spread"])

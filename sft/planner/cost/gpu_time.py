@@ -29,6 +29,7 @@ import torch
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.concat import cat_slices, cat_slices_into
 from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
+from sft.lower.custom_ops.windows import RowMajorCall
 from sft.lower.program import Instruction, Program, Slot, slots_of
 
 __all__ = ["ConvolutionRates", "GpuModel"]
@@ -194,6 +195,8 @@ class GpuModel:
     def _addressing_seconds(self, instruction: Instruction, num_read: int, num_written: int) -> float:
         """Device seconds of an operator that addresses its elements one by one, by the elements of its largest operand and its results."""
         function = instruction.function
+        if isinstance(function, RowMajorCall):  # its copies take little of the time
+            function = function.function
         if function in _POOLS:
             return num_read / self.pooled_elements_per_second
         if function in _GATHERS:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sft.lower.builder import ProgramBuilder
+from sft.lower.custom_ops.windows import RowMajorCall
 from sft.lower.program import Program
 from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.gpu_models import H100, H200
@@ -176,6 +177,16 @@ def test_pools_interpolation_and_copies_of_columns_take_their_elements() -> None
     assert _seconds(wide, [pooled], 1024) == pytest.approx(num_elements / H100.pooled_elements_per_second, rel=0.02)
     assert _seconds(wide, [enlarged], 512) == pytest.approx(num_elements / H100.gathered_elements_per_second, rel=0.02)
     assert _seconds(wide, [nn.ZeroPad2d((1, 0, 0, 0))], 1024) == pytest.approx(num_elements / H100.copied_elements_per_second, rel=0.02)
+
+
+@pytest.mark.parametrize(("mode", "operator"), [("bilinear", "upsample_bilinear2d"), ("nearest", "upsample_nearest2d")])
+def test_calls_on_row_major_copies_take_the_time_of_their_operator(mode: str, operator: str) -> None:
+    enlarged = nn.Upsample(scale_factor=2, mode=mode)
+    programs = plain_programs(problem_of(nn.Sequential(enlarged).requires_grad_(False), (1, 64, 256, 256), training=False))
+    row_major = RowMajorCall(operator)
+    (call,) = (call for program in programs for call in program.instructions if call.function is row_major.function)
+    copied = call._replace(function=row_major)
+    assert H200.instruction_times(copied) == H200.instruction_times(call)
 
 
 def _copy_program(dim: int) -> Program:

@@ -118,7 +118,8 @@ def _add_product(device: torch.device) -> None:
     """Multiply with a bias, by cuBLASLt; its tensors have a pool of their own, so that the workspaces of two threads share a segment."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool, device):
-        bias, matrix = torch.zeros(16, device=device), torch.zeros(16, 16, device=device)
+        bias = torch.zeros(16, dtype=torch.float32, device=device)  # not the default type, which a user may have changed
+        matrix = torch.zeros(16, 16, dtype=torch.float32, device=device)
         result = torch.empty_like(matrix)
     torch.addmm(bias, matrix, matrix, out=result)
 

@@ -3,6 +3,8 @@
 A slot has a shape and a dtype but no strides. Buffers of the lowering are channels-last, and so are strips of sources, which are copied if
 necessary. ATen's operators propagate the layout of their first image. Tensors of the caller, such as the gradient of an output, have the
 caller's layout; a kernel reads a channels-last copy of them, which the program counts.
+
+On a CUDA device, images of 2^31 elements are too large for some of ATen's kernels for channels last. These calls get row-major copies.
 """
 
 from __future__ import annotations

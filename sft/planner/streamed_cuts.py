@@ -72,8 +72,9 @@ class HostTraffic:
     def seconds(self, link: HostLink, *, back: bool) -> float:
         """Link time of one of the passes."""
         if back:
-            numbers = {"num_down": self.num_backward_down, "num_up": self.num_backward_up}
-            return link.streamed_seconds(self.backward_down_bytes, self.backward_up_bytes, **numbers)
+            return link.streamed_seconds(
+                self.backward_down_bytes, self.backward_up_bytes, num_down=self.num_backward_down, num_up=self.num_backward_up
+            )
         return link.streamed_seconds(self.down_bytes, self.up_bytes, num_down=self.num_down, num_up=self.num_up)
 
     def awaited_seconds(self, link: HostLink, *, back: bool) -> float:

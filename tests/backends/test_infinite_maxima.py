@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -111,15 +112,29 @@ def _num_read_pools(program: Program) -> int:
     return count
 
 
+def _joined_again(x: Tensor, num_times: int) -> Tensor:
+    """Each value is read twice, so there are 2**num_times paths to the first one."""
+    for _ in range(num_times):
+        x = torch.cat([x, x], 1)[:, :2]
+    return x
+
+
 _BOUNDED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "relu": (torch.relu, True),
-    "sum of two": (lambda x: F.relu(x) + torch.sigmoid(x), True),
     "of a pool": (lambda x: F.max_pool2d(F.relu6(x), 3, 1, 1), True),
-    "joined": (lambda x: torch.cat([F.hardtanh(x), x.clamp(min=-3.0)], 1), True),
+    "joined": (lambda x: torch.cat([torch.tanh(x), F.silu(x), F.gelu(x), F.hardswish(x), F.hardsigmoid(x)], 1), True),
+    "joined others": (lambda x: torch.cat([x.abs(), x.square(), x.exp(), x.softmax(1)], 1), True),
+    "sum that may overflow": (lambda x: F.silu(x) + F.silu(x), False),
+    "rows": (lambda x: torch.relu(x)[:, :, 1:-1], True),
+    "enlarged": (lambda x: F.interpolate(torch.relu(x), scale_factor=2.0), True),
+    "joined again and again": (lambda x: _joined_again(torch.relu(x), 40), True),
     "joined with the image": (lambda x: torch.cat([F.relu(x), x], 1), False),
     "difference": (lambda x: torch.sub(F.relu(x), F.relu(-x), alpha=2.0), False),
     "leaky": (lambda x: F.leaky_relu(x, 0.1), False),
     "clamped above": (lambda x: x.clamp(max=1.0), False),
+    "clamped at minus infinity": (lambda x: F.hardtanh(x, -math.inf, 5.0), False),
+    "shifted by minus infinity": (lambda x: torch.relu(x) - math.inf, False),
+    "sum with minus infinity": (lambda x: torch.relu(x) + -math.inf, False),
 }
 
 

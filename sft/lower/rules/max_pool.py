@@ -38,41 +38,28 @@ __all__ = ["AdaptiveMaxPoolRule", "MaxPoolIndicesRule", "MaxPoolRule", "MaxUnpoo
 
 aten = torch.ops.aten
 
-#: Pointwise operators whose results are never minus infinity.
+#: Pointwise operators whose results are never minus infinity, whatever their arguments.
 _BOUNDED_OPS = frozenset(
-    [
-        "abs",
-        "clamp_min",
-        "elu",
-        "exp",
-        "gelu",
-        "hardsigmoid",
-        "hardswish",
-        "hardtanh",
-        "relu",
-        "relu6",
-        "sigmoid",
-        "silu",
-        "softmax",
-        "softplus",
-        "square",
-        "tanh",
-    ]
+    f"aten.{name}"
+    for name in ("abs", "exp", "gelu", "hardsigmoid", "hardswish", "relu", "relu6", "sigmoid", "silu", "softmax", "square", "tanh")
 )
 #: Operators whose results are not minus infinity if no operand is.
-_SELECTIONS = frozenset(["add", "cat", "max_pool1d", "max_pool2d", "max_pool3d", "native_dropout", "slice", "upsample_nearest2d"])
+_SELECTIONS = frozenset(f"aten.{name}" for name in ("cat", "max_pool1d", "max_pool2d", "max_pool3d", "slice", "upsample_nearest2d"))
 
 
 def is_bounded_below(graph: Graph, name: str) -> bool:
     """True if a value is known to have no element of minus infinity."""
-    node = graph[name]
-    namespace, _, operator = node.target.rpartition(".")[0].partition(".")
-    if namespace != "aten":
-        return False
-    if operator == "clamp":
-        return node.argument("min") is not None
-    is_selection = operator in _SELECTIONS and node.argument("alpha", 1) == 1
-    return operator in _BOUNDED_OPS or (is_selection and all(is_bounded_below(graph, operand) for operand in node.operands))
+    pending, seen = [name], set[str]()
+    while pending:
+        node = graph[pending.pop()]
+        operator = node.target.rpartition(".")[0]
+        if node.name in seen or operator in _BOUNDED_OPS:
+            continue
+        seen.add(node.name)
+        if operator not in _SELECTIONS:
+            return False
+        pending += node.operands
+    return True
 
 
 class MaxPoolRule(PoolRule):

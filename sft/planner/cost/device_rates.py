@@ -39,8 +39,9 @@ _FLOPS_PER_SECOND_DEFAULT = 1e13
 _GPU_FLOPS_PER_SECOND = (1e13, 2e14)
 #: Bytes per second to the host and from it, to the nearest power of ten, for other kinds of device than a GPU.
 _LINK_BYTES_PER_SECOND = 1e10
-#: Seconds of a GPU's copy of a strip in addition to its bytes: on an H200 copies of 2 and 4 MiB take 49 and 89 microseconds, the next one
-#: begins 3.5 microseconds later, and the bytes of large copies cross at 55 GB/s (benchmarks/results/2026-11-27-h200-gpu-kernels.md).
+#: Seconds of a GPU's copy of a strip in addition to its bytes. On an H200 copies of 2 and 4 MiB take 49 and 89 microseconds
+#: (benchmarks/results/2026-11-27-h200-gpu-kernels.md), of which the bytes take 38 and 76 at the 55 GB/s of large copies. Rounded up for
+#: gaps between copies.
 _COPY_SECONDS = 1.5e-5
 #: Bytes per second, as the network gets them, of an input that one core decodes and normalises, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9

@@ -408,4 +408,4 @@ def is_in_program_layout(value: torch.Tensor) -> bool:
 def is_channels_last(value: torch.Tensor) -> bool:
     """Return true for an image in channels last format that is not in channels first format at the same time."""
     layout = CHANNELS_LAST.get(value.dim())
-    return layout is not None and value.is_contiguous(memory_format=layout) and not value.is_contiguous()
+    return layout is not None and not value.is_contiguous() and value.is_contiguous(memory_format=layout)

@@ -55,8 +55,10 @@ def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
     >>> module_fingerprint(ModuleSnapshot(model)) == before
     False
     """
+    tensors = (*map(_shape_of, contents.tensors.values()), *map(_dtype_of, contents.tensors.values()))
+    if not contents.open_values and not contents.hooked:
+        return contents.structure.key, tensors, (), ()
     reader = _FingerprintReader([*contents.modules.values(), *contents.tensors.values()])
-    tensors = tuple((*map(_shape_of, contents.tensors.values()), *map(_dtype_of, contents.tensors.values())))
     hooks = tuple((path, reader.of_hooks(module)) for path, module in contents.hooked.items())
     return contents.structure.key, tensors, tuple(map(reader.of_value, contents.open_values)), hooks
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from sft.common.transform_checks import autocast_dtype
 __all__ = ["CallSignature", "CaptureKey", "Shape", "signature_of", "with_any_samples"]
 
 Shape = tuple[int, ...]
+
+_requires_grad, _stride, _training = attrgetter("requires_grad"), methodcaller("stride"), attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,10 @@ def signature_of(
         weights_revision: see :class:`CallSignature`.
     """
     grad_enabled = torch.is_grad_enabled()
-    requires_grad = tuple(parameter.requires_grad for parameter in snapshot.parameters)
+    requires_grad = tuple(map(_requires_grad, snapshot.parameters))
     input_grads = tuple(spec.needs_grad for spec in inputs)
     channels_last = tuple(spec.channels_last for spec in inputs)
-    weights_last = tuple(is_channels_last(parameter) for parameter in snapshot.parameters if parameter.dim() == 4)
+    weights_last = tuple([is_channels_last(parameter) for parameter in snapshot.parameters if parameter.ndim == 4])
     return CallSignature(
         shapes=tuple(spec.shape for spec in inputs),
         capture_key=CaptureKey(
@@ -161,13 +164,13 @@ def signature_of(
             device=device,
             autocast=autocast_dtype(device),
             default_dtype=torch.get_default_dtype(),
-            training_flags=tuple(module.training for module in snapshot.modules.values()),
+            training_flags=tuple(map(_training, snapshot.modules.values())),
             fingerprint=module_fingerprint(snapshot),
             structure=structure,
         ),
         channels_last=channels_last,
         weights_last=weights_last,
-        weight_strides=tuple(parameter.stride() for parameter in snapshot.parameters),
+        weight_strides=tuple(map(_stride, snapshot.parameters)),
         requires_grad=requires_grad if grad_enabled else (),
         input_grads=input_grads if grad_enabled else (),
         grad_enabled=grad_enabled,

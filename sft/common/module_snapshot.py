@@ -5,6 +5,8 @@ A call needs them several times, and PyTorch traverses the model each time. The 
 - a *structure* (:class:`ModuleStructure`): modules, their names, types and constant attributes, names of tensors, and the names that share
   one. It rarely changes: a snapshot takes that of an earlier one, once all names and objects were compared;
 - tensors, hooks, and values that may change in place. Each snapshot reads them anew.
+
+This runs before each call of a model, on hundreds of dictionaries: loops over them are those of ``map``, ``chain`` and ``compress``.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain, compress
-from operator import attrgetter, is_, methodcaller
-from typing import Any
+from operator import call, is_, itemgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,10 +38,10 @@ _ITEM_TYPES = frozenset({bool, int, type(None), str})
 #: Kinds of attributes that are not constants: those whose values may change in place, and those of every module.
 _OPEN, _INTERNAL = object(), object()
 
-_hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_REGISTRIES = (attrgetter("_parameters"), attrgetter("_buffers"))
-_children_of = attrgetter("_modules")
-_keys, _values = methodcaller("keys"), methodcaller("values")
+# Of the dictionary of a module.
+_hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTRIES = (itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers"))
+_values = methodcaller("values")
 
 
 def exact_key(value: Any) -> Any:
@@ -64,6 +66,22 @@ class _Key:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+class _Contents(NamedTuple):
+    """Contents of a model that has a known structure.
+
+    Attributes:
+        modules: the modules, by position.
+        tensors: the parameters of all modules, then the buffers, by position.
+        open_values: values of the open attributes, in order.
+        is_hooked: for each module, whether it has hooks.
+    """
+
+    modules: list[nn.Module]
+    tensors: list[Any]
+    open_values: list[Any]
+    is_hooked: Iterable[bool]
 
 
 class ModuleStructure:
@@ -92,50 +110,65 @@ class ModuleStructure:
         for path, position in self.named_modules:
             first_paths.setdefault(position, path)
         self.paths = [*first_paths.values()]
-        parameters, buffers = (_items(modules, registry) for registry in _TENSOR_REGISTRIES)
-        self._ties = _ties([*parameters, *buffers])
-        first = dict(zip(map(id, (*parameters, *buffers)), self._ties, strict=True))
+        namespaces, children, *registries = _dictionaries(modules)
+        parameters, buffers = map(_all_values, registries)
+        ties = _ties([*parameters, *buffers])
+        tie_of = dict(zip(map(id, (*parameters, *buffers)), ties, strict=True))
         self.parameters, self.buffers = (
-            [first[id(t)] for t in {id(t): t for t in kind if t is not None}.values()] for kind in (parameters, buffers)
+            [tie_of[id(t)] for t in {id(t): t for t in kind if t is not None}.values()] for kind in (parameters, buffers)
         )
         self.named_tensors = {
-            f"{path}.{name}" if path else name: first[id(tensor)]
-            for path, module in named_modules
-            for registry in _TENSOR_REGISTRIES
-            for name, tensor in registry(module).items()
+            f"{path}.{name}" if path else name: tie_of[id(tensor)]
+            for path, position in self.named_modules
+            for registry in registries
+            for name, tensor in registry[position].items()
             if tensor is not None
         }
+        self._num_tensors = len({-1, *ties})
+        self._tied = [(position, first) for position, first in enumerate(ties) if position != first]
 
-        attributes = [item for module in modules for item in vars(module).items()]
-        keys = [_constant_key(value) if name not in MODULE_INTERNALS else _INTERNAL for name, value in attributes]
-        self._is_constant = [key is not _OPEN and key is not _INTERNAL for key in keys]
-        self._is_open = [key is _OPEN for key in keys]
-        self._constants = [value for _, value in compress(attributes, self._is_constant)]
+        keys = [{name: _constant_key(value) for name, value in own.items() if name not in MODULE_INTERNALS} for own in namespaces]
+        self._constants_of = _Getters([[name for name, key in own.items() if key is not _OPEN] for own in keys])
+        self._open_values_of = _Getters([[name for name, key in own.items() if key is _OPEN] for own in keys])
+        self._constants = self._constants_of(namespaces)
         self._references = [*map(weakref.ref, modules)]
         self._types = [*map(type, modules)]
-        self._names = _names_in(modules)
-        self._children = [None if child is None else positions[id(child)] for child in _items(modules, _children_of)]
-        own_keys = tuple((name, key) for (name, _), key in zip(attributes, keys, strict=True) if key is not _INTERNAL)
-        own_counts = tuple(sum(name not in MODULE_INTERNALS for name in vars(module)) for module in modules)
-        registered = tuple(tuple(registry(module).keys()) for module in modules for registry in (_children_of, *_TENSOR_REGISTRIES))
-        self.key: Hashable = _Key((tuple(self._types), registered, tuple(self._children), tuple(self._ties), own_counts, own_keys))
+        dicts = [*namespaces, *children, *chain.from_iterable(registries)]
+        self._lengths, self._names = [*map(len, dicts)], [*chain.from_iterable(dicts)]
+        self._has_children, self._has_tensors = [*map(bool, children)], [*map(bool, chain.from_iterable(registries))]
+        self._children = [None if child is None else positions[id(child)] for child in _all_values(children)]
+        own_keys = tuple(item for own in keys for item in own.items())
+        own_counts = tuple(map(len, keys))
+        registered = tuple(tuple(each) for of_module in zip(children, *registries, strict=True) for each in of_module)
+        self.key: Hashable = _Key((tuple(self._types), registered, tuple(self._children), tuple(ties), own_counts, own_keys))
 
-    def read(self) -> tuple[list[nn.Module], list[torch.Tensor | None], list[Any]] | None:
-        """The modules, the tensors and the values of open attributes, by position; ``None`` if the model has another structure."""
+    def read(self) -> _Contents | None:
+        """The contents of the model; ``None`` if it has another structure."""
         modules: list[Any] = [reference() for reference in self._references]
-        if not _all_identical(map(type, modules), self._types) or _names_in(modules) != self._names:
+        if not _all_identical(map(type, modules), self._types):
             return None
-        children = [None if position is None else modules[position] for position in self._children]
-        values = [*chain.from_iterable(map(_values, map(vars, modules)))]
-        open_values = [*compress(values, self._is_open)]
-        tensors = [tensor for registry in _TENSOR_REGISTRIES for tensor in _items(modules, registry)]
+        namespaces, children, parameters, buffers = _dictionaries(modules)
+        dicts = [*namespaces, *children, *parameters, *buffers]
+        if [*map(len, dicts)] != self._lengths or [*chain.from_iterable(dicts)] != self._names:
+            return None
+        tensors = _all_values(compress(chain(parameters, buffers), self._has_tensors))
+        try:
+            constants, open_values = self._constants_of(namespaces), self._open_values_of(namespaces)
+        except KeyError:  # another thread has deleted an attribute
+            return None
+        expected_children = [None if position is None else modules[position] for position in self._children]
         is_same = (
-            _all_identical(_items(modules, _children_of), children)
-            and _all_identical(compress(values, self._is_constant), self._constants)
+            _all_identical(_all_values(compress(children, self._has_children)), expected_children)
+            and _all_identical(constants, self._constants)
             and all(_constant_key(value) is _OPEN for value in open_values)
-            and _ties(tensors) == self._ties
+            and self._has_same_ties(tensors)
         )
-        return (modules, tensors, open_values) if is_same else None
+        return _Contents(modules, tensors, open_values, map(any, map(_hooks_of, namespaces))) if is_same else None
+
+    def _has_same_ties(self, tensors: Sequence[Any]) -> bool:
+        """True if the same positions share a tensor, or have none."""
+        are_tied = all(tensors[position] is (None if first < 0 else tensors[first]) for position, first in self._tied)
+        return are_tied and len({id(None), *map(id, tensors)}) == self._num_tensors
 
 
 class ModuleSnapshot:
@@ -166,11 +199,10 @@ class ModuleSnapshot:
         while known is None or contents is None:  # again if another thread changes the model
             known = ModuleStructure(model)
             contents = known.read()
-        modules, tensors, self.open_values = contents
-        self.structure = known
-        self.modules: Mapping[str, nn.Module] = dict(zip(known.paths, modules, strict=True))
-        self.hooked: Mapping[str, nn.Module] = {path: module for path, module in self.modules.items() if path and any(_hooks_of(module))}
-        of_position: Any = tensors.__getitem__
+        self.open_values, self.structure = contents.open_values, known
+        self.modules: Mapping[str, nn.Module] = dict(zip(known.paths, contents.modules, strict=True))
+        self.hooked: Mapping[str, nn.Module] = {path: self.modules[path] for path in compress(known.paths, contents.is_hooked) if path}
+        of_position: Any = contents.tensors.__getitem__
         self.parameters: Sequence[nn.Parameter] = tuple(map(of_position, known.parameters))
         self.buffers: Sequence[torch.Tensor] = tuple(map(of_position, known.buffers))
         self.tensors: Mapping[str, torch.Tensor] = dict(
@@ -199,16 +231,37 @@ def _constant_key(value: Any) -> Hashable:
     return exact_key(value) if isinstance(value, (*PLAIN_TYPES, Enum)) else _OPEN
 
 
-def _items(modules: Iterable[nn.Module], registry: Callable[[nn.Module], Any]) -> list[Any]:
-    """The entries of a registry of all modules."""
-    return [*chain.from_iterable(map(_values, map(registry, modules)))]
+class _Getters:
+    """Values of some attributes of each module, in one list.
+
+    Args:
+        names: of each module.
+    """
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self._has_names = [*map(bool, names)]
+        self._getters = [_getter(own) for own in names if own]
+
+    def __call__(self, namespaces: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The values in the dictionaries of the modules."""
+        return [*chain.from_iterable(map(call, self._getters, compress(namespaces, self._has_names)))]
 
 
-def _names_in(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
-    """Names of all attributes and registered objects of modules, and the number of them in each dictionary."""
-    registries = (vars, _children_of, *_TENSOR_REGISTRIES)
-    dicts = [namespace for registry in registries for namespace in map(registry, modules)]
-    return [*map(len, dicts)], [*chain.from_iterable(map(_keys, dicts))]
+def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that returns the entries of a dictionary; an ``itemgetter`` of one name returns no tuple."""
+    return itemgetter(*names) if len(names) > 1 else lambda namespace: (namespace[names[0]],)
+
+
+def _dictionaries(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """For each module its dictionary, and those of its children, parameters and buffers."""
+    namespaces = [*map(vars, modules)]
+    children, parameters, buffers = ([*map(registry, namespaces)] for registry in _REGISTRIES)
+    return namespaces, children, parameters, buffers
+
+
+def _all_values(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The values of all dictionaries."""
+    return [*chain.from_iterable(map(_values, dicts))]
 
 
 def _ties(tensors: Iterable[torch.Tensor | None]) -> list[int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,3 +74,55 @@ def test_a_structure_is_taken_over_and_keeps_no_module_and_no_tensor_alive() -> 
     del first, again
     assert [reference() for reference in replaced] == [None, None]
     assert ModuleSnapshot(model, structure).structure is not structure
+
+
+def _untie(model: Any) -> None:
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+
+
+def _reorder(model: Any) -> None:
+    model._modules["first"] = model._modules.pop("first")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.inner[1], "p", 0.25),
+        lambda model: setattr(model.inner[0], "affine", 1),  # equal to True
+        lambda model: setattr(model, "nothing", 0),
+        lambda model: setattr(model, "added", 0),
+        lambda model: delattr(model, "nothing"),
+        lambda model: setattr(model, "nothing", []),  # its content may change in place
+        lambda model: setattr(model, "first", nn.Linear(4, 4)),
+        lambda model: setattr(model, "again", None),
+        lambda model: setattr(model.inner, "counts", None),
+        lambda model: setattr(model, "counts", None),
+        lambda model: setattr(model, "missing", nn.Parameter(torch.zeros(2))),
+        lambda model: model.register_buffer("more", None),
+        lambda model: setattr(model.inner[0], "running_var", model.inner[0].running_mean),
+        _untie,
+        _reorder,
+        lambda model: setattr(model.inner[1], "__class__", nn.Dropout2d),
+    ],
+)
+def test_a_structure_that_has_changed_is_not_taken_over(change: Callable[[Any], None]) -> None:
+    model = seeded(_Tied)
+    structure = ModuleSnapshot(model).structure
+    model.inner[0].register_forward_hook(lambda *_: None)
+    model.counts.add_(1)
+    assert ModuleSnapshot(model, structure).structure is structure
+    change(model)
+    changed = ModuleSnapshot(model, structure).structure
+    assert changed is not structure and changed.key != structure.key
+    assert ModuleSnapshot(model, changed).structure is changed and changed.key == ModuleSnapshot(model).structure.key
+
+
+def test_submodules_with_hooks_and_values_of_open_attributes() -> None:
+    model: Any = seeded(_Tied)
+    model.first.scales, model.inner.sizes, model.inner.names = [1, 2], [3], {"a": 1}
+    model.register_forward_hook(lambda *_: None)
+    model.inner[0].register_full_backward_hook(lambda *_: None)
+    model.inner.register_forward_pre_hook(lambda *_: None)
+    contents = ModuleSnapshot(model, ModuleSnapshot(model).structure)
+    assert contents.open_values == [[1, 2], [3], {"a": 1}]
+    assert contents.hooked == {"inner": model.inner, "inner.0": model.inner[0]}

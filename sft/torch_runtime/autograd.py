@@ -12,9 +12,10 @@ sinks, strip by strip, while the backward pass runs.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import compress, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from sft.torch_runtime.region_inputs import RegionInputs
 
 __all__ = ["run_region"]
 
+_requires_grad = attrgetter("requires_grad")
+
 
 def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
     """Run a region on tensors and sources.
@@ -45,11 +48,14 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     Returns:
         The outputs by value name.
     """
-    tensors, hosts = inputs.tensors, hosts or {}
-    keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
-    leaves = dict(zip(inputs.names, tensors, strict=True))
+    leaves, hosts = dict(zip(inputs.names, inputs.tensors, strict=True)), hosts or {}
+    needs_grad = [*map(_requires_grad, inputs.tensors)]
+    keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(needs_grad))
+    pass_graphs = inputs.resources.pass_graphs
+    graphs_of_step = pass_graphs if keep and pass_graphs is not None and pass_graphs.is_enabled else None
+    # A GPU computes while autograd gets to know this call.
+    recorded = _replay_forward(region, inputs, leaves, keep=keep)
     if not keep:
-        recorded = _replay_forward(region, inputs, leaves, keep=False)
         if recorded is not None:
             return {name: leaves[name] if name in leaves else recorded.outputs[name] for name in region.outputs}
         offloader = inputs.make_offloader() if region.direct else None
@@ -63,15 +69,18 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
         ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
-    without_tensors = replace(inputs, tensors=(), version_guards=())  # autograd's context must not keep the tensors that autograd watches
+    watched = {name: leaf for (name, leaf), needs in zip(leaves.items(), needs_grad, strict=True) if needs or name not in inputs.updated}
+    groups = GradientGroups()
+    if graphs_of_step is not None:
+        groups = graphs_of_step.gradient_groups(region, dict(compress(leaves.items(), needs_grad)))
+    # Autograd's context must not keep the tensors that autograd watches.
+    without_tensors = replace(inputs, names=tuple(watched), tensors=(), version_guards=(), gradient_groups=groups)
     outputs = {name: leaves[name] for name in region.outputs if name in leaves}
-    if inputs.resources.pass_graphs is not None and inputs.resources.pass_graphs.is_enabled:
-        groups = GradientGroups.of(region, leaves)
-        leaves, without_tensors = groups.aliases(leaves), replace(without_tensors, gradient_groups=groups)
     # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
     anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
-    arguments = (region, without_tensors, hosts, outputs, *leaves.values(), *inputs.version_guards, *anchor)
-    results = _RegionFunction.apply(*arguments)  # type: ignore[no-untyped-call]  # as torch leaves it
+    call = _RegionCall(region=region, inputs=without_tensors, hosts=hosts, leaves=leaves, outputs=outputs, recorded=recorded)
+    tensors = (*groups.aliases(watched).values(), *inputs.version_guards, *anchor)
+    results = _RegionFunction.apply(call, *tensors)  # type: ignore[no-untyped-call]  # as torch leaves it
     outputs.update(zip((name for name in region.outputs if name not in outputs), results, strict=True))
     return outputs
 
@@ -146,27 +155,41 @@ def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
     return output.tensor if isinstance(output, HostOutput) else output
 
 
+@dataclass(slots=True, kw_only=True)
+class _RegionCall:
+    """A call of a region with gradients.
+
+    Attributes:
+        region: the region.
+        inputs: its inputs, without the tensors; their names are those of the tensors that autograd watches.
+        hosts: destinations of the outputs on the host.
+        leaves: all tensors.
+        outputs: the leaves among the outputs; new contents of buffers are added.
+        recorded: the replayed forward pass; ``None`` if it is still to be run.
+    """
+
+    region: Region
+    inputs: RegionInputs
+    hosts: Mapping[str, HostOutput]
+    leaves: Mapping[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    recorded: RecordedCall | None
+
+
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        region: Region,
-        inputs: RegionInputs,
-        hosts: Mapping[str, HostOutput],
-        others: dict[str, torch.Tensor],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """The outputs that a caller sees. ``others`` has the leaves among the outputs; new contents of buffers are added to it."""
-        leaves = dict(zip(inputs.names, tensors, strict=False))
+    def forward(ctx: Any, call: _RegionCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs that a caller sees."""
+        region, inputs, leaves = call.region, call.inputs, call.leaves
         computed = [name for name in region.outputs if name not in leaves and name not in inputs.new_buffers]
-        ctx.recorded, ctx.tape, ctx.offloader, ctx.versions = _replay_forward(region, inputs, leaves, keep=True), None, None, {}
+        ctx.recorded, ctx.tape, ctx.offloader, ctx.versions = call.recorded, None, None, {}
         if ctx.recorded is None:
             offloader = ctx.offloader = inputs.make_offloader()
-            outputs, ctx.tape = _forward_with_tape(region, inputs, _detached(leaves), hosts, offloader)
-            ctx.versions = _detach_tape(ctx.tape, outputs, computed, {*leaves, *inputs.sources}, hosts)
+            outputs, ctx.tape = _forward_with_tape(region, inputs, _detached(leaves), call.hosts, offloader)
+            ctx.versions = _detach_tape(ctx.tape, outputs, computed, {*leaves, *inputs.sources}, call.hosts)
         else:
             outputs, ctx.recorded.outputs = ctx.recorded.outputs, {}
-        others.update((name, outputs[name]) for name in region.outputs if name in inputs.new_buffers)
+        call.outputs.update((name, outputs[name]) for name in region.outputs if name in inputs.new_buffers)
         is_updated = [name in inputs.updated for name in inputs.names]
         ctx.save_for_backward(*(None if updated else tensor for updated, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
@@ -191,11 +214,11 @@ class _RegionFunction(torch.autograd.Function):
         with torch.no_grad(), ctx.inputs.backward_context():
             input_grads = _differentiate(ctx, output_grads)
         if not torch.is_grad_enabled():
-            return (None, None, None, None, *input_grads)
+            return (None, *input_grads)
         # create_graph=True. Torch's own once_differentiable returns constants if the incoming gradient is one.
         leaves = [None if grad is None else grad.detach().requires_grad_() for grad in input_grads]
         guarded: Any = _OnceDifferentiable.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return (None, None, None, None, *guarded)
+        return (None, *guarded)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -237,9 +260,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
 def _grads_of_outputs(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Gradients of the differentiable outputs, and the values that they reach; empties the list of gradients of all outputs."""
     region, device = ctx.region, ctx.inputs.device
-    by_output = {name: None for name in region.outputs if name in ctx.inputs.new_buffers} | dict(zip(ctx.computed, grads, strict=True))
-    by_output = {name: grad for name, grad in by_output.items() if name in region.requires_grad}
+    by_computed = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
     grads.clear()
+    by_output = {name: None for name in region.outputs if name in region.requires_grad and name in ctx.inputs.new_buffers} | by_computed
     reached = region.reachable_values(frozenset(name for name, grad in by_output.items() if grad is not None))
     devices = {name: torch.device("cpu") if name in region.host_outputs else device for name in by_output}
     return {name: _materialize_grad(grad, region, name, devices[name]) for name, grad in by_output.items()}, reached
@@ -322,8 +345,7 @@ def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, t
 
     Buffers that the forward pass has updated are zeros in it: only their own updates depend on them.
     """
-    updated = [name for name in inputs.names if name in inputs.updated]
-    zeros = {name: torch.zeros(region.shapes[name], dtype=region.dtypes[name], device=inputs.device) for name in updated}
+    zeros = {name: torch.zeros(region.shapes[name], dtype=region.dtypes[name], device=inputs.device) for name in inputs.updated}
     outputs, tape = _forward_with_tape(region, inputs, {**leaves, **zeros}, {}, offloader)
     _detach_tape(tape, outputs, (), {*leaves, *zeros}, {})
     return tape

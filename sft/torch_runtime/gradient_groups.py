@@ -49,27 +49,14 @@ class GradientGroups:
 
     Attributes:
         groups: names of the parameters.
+        names: all of them.
     """
 
-    groups: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+    names: frozenset[str] = frozenset()
     _is_copied: bool = False
     _num_left: int = 0
     _finish: Callable[[], None] | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, region: Region, leaves: Mapping[str, Tensor]) -> GradientGroups:
-        """Groups of the parameters among some leaves."""
-        parameters = {
-            name: leaf.numel() * leaf.element_size()
-            for name, leaf in leaves.items()
-            if leaf.requires_grad and region.graph[name].kind == "parameter"
-        }
-        return cls(group_gradients(parameters))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All parameters."""
-        return frozenset(name for group in self.groups for name in group)
 
     def aliases(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The leaves, the parameters among them as results of their group's function."""
@@ -87,7 +74,7 @@ class GradientGroups:
             finish: called when all groups have their copies.
         """
         skipped = frozenset(unneeded)
-        self._num_left = sum(any(name not in skipped for name in group) for group in self.groups)
+        self._num_left = sum(not skipped.issuperset(group) for group in self.groups)
         self._is_copied, self._finish = True, finish
         if not self._num_left:
             self._end()
@@ -115,7 +102,7 @@ class _GroupFunction(torch.autograd.Function):
     def forward(ctx: Any, groups: GradientGroups, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.groups = groups
         ctx.set_materialize_grads(False)
-        return tuple(parameter.detach() for parameter in parameters)  # each shares the version of its parameter
+        return tuple(map(Tensor.detach, parameters))  # each shares the version of its parameter
 
     @staticmethod
     def jvp(ctx: Any, _groups: None, *tangents: Any) -> Any:
@@ -130,11 +117,14 @@ def _copied(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Copies of gradients; with ``create_graph`` they are functions of these."""
     if torch.is_grad_enabled():
         return tuple(None if grad is None else grad.clone() for grad in grads)
-    copies = [None if grad is None else torch.empty_like(grad) for grad in grads]
-    pairs = [(copy, grad) for copy, grad in zip(copies, grads, strict=True) if copy is not None and grad is not None]
-    if pairs:
-        copy_tensors([copy for copy, _ in pairs], [grad for _, grad in pairs])
-    return tuple(copies)
+    present = [grad for grad in grads if grad is not None]
+    copies = [*map(torch.empty_like, present)]
+    if copies:
+        copy_tensors(copies, present)
+    if len(copies) == len(grads):
+        return tuple(copies)
+    remaining = iter(copies)
+    return tuple(None if grad is None else next(remaining) for grad in grads)
 
 
 def copy_lasting_grads(region: Region, leaves: Mapping[str, Tensor], grads: dict[str, Any], device: torch.device) -> None:

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.cuda_graphs import recording_stream
 from sft.torch_runtime.device_pool import PoolLayout, prepare_cublas, reserve_pool
+from sft.torch_runtime.gradient_groups import GradientGroups, group_gradients
 from sft.torch_runtime.host.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
 from sft.torch_runtime.profiling import kernel_settings
@@ -267,6 +269,7 @@ class PassGraphs:
     _step: _RecordedStep | None = field(default=None, repr=False)
     _keep: bool | None = None
     _num_recordings: int = 0
+    _groups: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = field(default_factory=dict, repr=False)  # by the names of the leaves
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def forward(
@@ -309,6 +312,20 @@ class PassGraphs:
             call = RecordedCall(step.forward.copy_results(uncopied), is_pending=keep, _step=step, _graphs=self)
             step.call = weakref.ref(call)
             return call
+
+    def gradient_groups(self, region: Region, trained: Mapping[str, Tensor]) -> GradientGroups:
+        """Groups of the parameters of a call.
+
+        Args:
+            region: the plan's region.
+            trained: the leaves that require gradients.
+        """
+        names = tuple(trained)
+        groups = self._groups.get(names)
+        if groups is None:
+            groups = group_gradients({name: leaf.nbytes for name, leaf in trained.items() if region.graph[name].kind == "parameter"})
+            self._groups[names] = groups
+        return GradientGroups(groups, frozenset(chain.from_iterable(groups)))
 
     def clear(self) -> None:
         """Drop the recordings. That of a pending backward pass lives until it has run. The next call runs without a graph."""

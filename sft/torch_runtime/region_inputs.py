@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class RegionInputs:
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
-    gradient_groups: GradientGroups = field(default_factory=partial(GradientGroups, ()))
+    gradient_groups: GradientGroups = field(default_factory=GradientGroups)
     cudnn_benchmark: bool = False
 
     @property

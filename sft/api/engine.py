@@ -119,7 +119,7 @@ class Engine:
         self._device_pool = DevicePool()
         limits = limits or MemoryLimits()
         if limits.budget_note and isinstance(mesh, LiveMesh):
-            self.rank_context = RankContext(mesh, self._device(self._snapshot()))
+            self.rank_context = RankContext(mesh, self._snapshot().device)
             own_bytes, budget_bytes = budget_bytes, self.rank_context.minimum(budget_bytes)
             limits = limits.on_ranks(own_bytes, budget_bytes, mesh.shape.num_ranks)
         self.settings = CompileSettings(
@@ -206,7 +206,7 @@ class Engine:
             is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
             if streamed is not None or not is_planned:
                 return streamed
-        return StreamedParameters.of(self.model, self._device(self._snapshot()), options.weights_file)
+        return StreamedParameters.of(self.model, self._snapshot().device, options.weights_file)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Engine:
         if not isinstance(mesh, LiveMesh):
             raise InputError("this model was compiled for a mesh without processes: it only plans; give a DeviceMesh to run it")
         if self.rank_context is None:
-            self.rank_context = RankContext(mesh, self._device(self._snapshot()))
+            self.rank_context = RankContext(mesh, self._snapshot().device)
         return self.rank_context
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -310,24 +310,24 @@ class Engine:
         """Bind the values of a region to the tensors and sources of a call."""
         graph, sharding = prepared.captured.phases.graph, self.settings.sharding
         by_name = dict(zip(graph.inputs, inputs, strict=True))
-        tensors: dict[str, torch.Tensor] = {}
-        for node in graph.leaves:
+        tensors: dict[str, Any] = dict.fromkeys(prepared.leaf_names)
+        registered = prepared.registered_leaves
+        tensors.update(zip(registered, map(snapshot.tensors.__getitem__, registered.values()), strict=True))
+        for node in prepared.other_leaves:
             if node.kind == "input":
-                tensor = by_name[node.name].tensor
-                if tensor is not None:
-                    tensors[node.name] = tensor
-            elif node.kind in ("parameter", "buffer"):
-                tensors[node.name] = snapshot.tensors[node.target]
+                tensors[node.name] = by_name[node.name].tensor
             elif node.kind == "seed":
-                seed = seed_tensor(draw_seed(), self._device(snapshot))
+                seed = seed_tensor(draw_seed(), snapshot.device)
                 tensors[node.name] = seed if self.rank_context is None else self.rank_context.broadcast_seed(seed)
             else:
                 constant = prepared.captured.capture.constants.get(node.target)
                 tensors[node.name] = resolve_tensor(self.model, node.target) if constant is None else constant
+        for name in [name for name, value in by_name.items() if value.tensor is None]:  # of sources
+            del tensors[name]
         return RegionInputs(
             names=tuple(tensors),
             tensors=tuple(tensors.values()),
-            device=self._device(snapshot),
+            device=snapshot.device,
             updated=prepared.updated_buffers,
             new_buffers=prepared.new_buffers,
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
@@ -340,7 +340,7 @@ class Engine:
             active_graphs=self._active_graphs,
             device_pool=self._device_pool,
             backward_context=contextlib.nullcontext if sharding is None else sharding.backward_context(),
-            check_retain_graph=(lambda: None) if prepared.retain_check is None else patch_lock()(prepared.retain_check.check),
+            check_retain_graph=(lambda: None) if prepared.retain_check is None else prepared.retain_check.check,
             weights=self._bound_weights(prepared.region, graph, tensors),
         )
 
@@ -363,7 +363,7 @@ class Engine:
         self, snapshot: ModuleSnapshot, inputs: Sequence[Any], input_grad: Any
     ) -> tuple[tuple[ResolvedInput, ...], tuple[bool, ...]]:
         """The inputs as images, and for each whether it lacked channels."""
-        dtype, device = self._dtype(snapshot), self._device(snapshot)
+        dtype, device = self._dtype(snapshot), snapshot.device
         if snapshot.dtype is None:  # the inputs determine it, as in eager PyTorch
             dtype = next((value.dtype for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()), dtype)
         resolved = resolve_inputs(inputs, input_grad, dtype, device, casts=autocast_dtype(device) is not None)
@@ -379,7 +379,7 @@ class Engine:
             snapshot,
             inputs,
             lacking,
-            self._device(snapshot),
+            snapshot.device,
             structure,
             holds_gradients=sharding is not None and sharding.holds_gradients(),
             weights_revision=None if streamed is None else streamed.revision,
@@ -413,17 +413,16 @@ class Engine:
             raise propose(error, self.plan_cache, lambda: signature_of(self._snapshot())) from None
 
     def _snapshot(self) -> ModuleSnapshot:
-        """Modules and tensors of the model at this moment."""
+        """Modules and tensors of the model at this moment, and the device on which it computes."""
         snapshot = ModuleSnapshot(self.model, self._structure)
         self._structure = snapshot.structure
+        streamed = self.streamed_weights
+        if streamed is not None and snapshot.dtype is not None:
+            snapshot.device = streamed.device
         return snapshot
 
     def _dtype(self, snapshot: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if snapshot.dtype is None else snapshot.dtype
-
-    def _device(self, snapshot: ModuleSnapshot) -> torch.device:
-        has_weights = snapshot.dtype is not None
-        return self.streamed_weights.device if has_weights and self.streamed_weights is not None else snapshot.device
 
 
 def _backward_context(reference: weakref.ref[Engine]) -> Callable[[], AbstractContextManager[None]]:

@@ -147,6 +147,11 @@ class ResolvedInput:
         return self.make_sink is not None or (self.tensor is not None and self.tensor.requires_grad)
 
     @property
+    def is_streamed(self) -> bool:
+        """True if it is read, or its gradient written, strip by strip."""
+        return self.source is not None or self.make_sink is not None
+
+    @property
     def is_channels_last(self) -> bool:
         """True if it is a tensor in channels-last layout."""
         return self.tensor is not None and is_channels_last(self.tensor)
@@ -154,8 +159,10 @@ class ResolvedInput:
     @property
     def splits_batch(self) -> bool:
         """True if it can be read in groups of batch elements."""
+        if not self.is_streamed or self.shape[:1] in ((), (1,)):
+            return True
         endpoints = [endpoint for endpoint in (self.source, self.make_sink and self.make_sink()) if endpoint is not None]
-        return self.shape[:1] in ((), (1,)) or all(hasattr(endpoint, "samples") for endpoint in endpoints)
+        return all(hasattr(endpoint, "samples") for endpoint in endpoints)
 
     @property
     def spec(self) -> InputSpec:
@@ -214,7 +221,7 @@ def resolve_inputs(
             problems.append(str(error))
     if not problems and not any(entry.shape for entry in resolved):
         problems.append("input 0 has no dimensions; batch it with x[None]")
-    if not problems:
+    if not problems and any(entry.is_streamed for entry in resolved):
         problems = _source_batch_error(resolved)
     if problems:
         raise InputError("; ".join(problems))
@@ -229,7 +236,7 @@ def _source_batch_error(inputs: Sequence[ResolvedInput]) -> list[str]:
         f"input {position} has {count} sample(s), another image {max(counts)}: only images with as many are read or written in strips; "
         f"give a tensor on the model's device, or {max(counts)} samples"
         for position, (each, count) in enumerate(zip(inputs, counts, strict=True))
-        if 0 < count < max(counts) and (each.source is not None or each.make_sink is not None)
+        if 0 < count < max(counts) and each.is_streamed
     ]
 
 
@@ -246,6 +253,8 @@ def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]
 
 def add_missing_channels(values: Sequence[ResolvedInput], lacking: Sequence[bool]) -> tuple[ResolvedInput, ...]:
     """Add a channel dimension to the inputs that lack it."""
+    if not any(lacking):
+        return tuple(values)
     return tuple(
         replace(value, tensor=value.tensor.unsqueeze(1)) if lacks and value.tensor is not None else value
         for value, lacks in zip(values, lacking, strict=True)

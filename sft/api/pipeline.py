@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from sft.analysis.ir.graph import Node
 from sft.api.capture_cache import CapturedModel, SpecializedModel
 from sft.api.plan_search import PlanSearch, overhead_estimator
 from sft.api.settings import CompileSettings, PlanningRequest
@@ -79,6 +80,21 @@ class PreparedPlan:
         """Names of the buffers that a call overwrites."""
         paths = {path for _, path in self.captured.capture.graph.updates}
         return frozenset(node.name for node in self.captured.phases.graph.leaves if node.kind == "buffer" and node.target in paths)
+
+    @cached_property
+    def leaf_names(self) -> tuple[str, ...]:
+        """Names of the leaves of the region, in order."""
+        return tuple(node.name for node in self.captured.phases.graph.leaves)
+
+    @cached_property
+    def registered_leaves(self) -> dict[str, str]:
+        """Parameters and buffers of the region, with their paths in the model."""
+        return {node.name: node.target for node in self.captured.phases.graph.leaves if node.kind in ("parameter", "buffer")}
+
+    @cached_property
+    def other_leaves(self) -> tuple[Node, ...]:
+        """Inputs, seeds and constants of the region."""
+        return tuple(node for node in self.captured.phases.graph.leaves if node.name not in self.registered_leaves)
 
     @cached_property
     def new_buffers(self) -> frozenset[str]:

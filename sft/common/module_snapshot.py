@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain, compress
-from operator import call, is_, itemgetter, methodcaller
+from operator import attrgetter, call, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ _ITEM_TYPES = frozenset({bool, int, type(None), str})
 #: Kinds of attributes that are not constants: those whose values may change in place, and those of every module.
 _OPEN, _INTERNAL = object(), object()
 
+_namespace_of = attrgetter("__dict__")
 # Of the dictionary of a module.
 _hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = (itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers"))
@@ -75,13 +76,13 @@ class _Contents(NamedTuple):
         modules: the modules, by position.
         tensors: the parameters of all modules, then the buffers, by position.
         open_values: values of the open attributes, in order.
-        is_hooked: for each module, whether it has hooks.
+        hooked: positions of the modules with hooks.
     """
 
     modules: list[nn.Module]
     tensors: list[Any]
     open_values: list[Any]
-    is_hooked: Iterable[bool]
+    hooked: list[int]
 
 
 class ModuleStructure:
@@ -135,6 +136,7 @@ class ModuleStructure:
         self._types = [*map(type, modules)]
         dicts = [*namespaces, *children, *chain.from_iterable(registries)]
         self._lengths, self._names = [*map(len, dicts)], [*chain.from_iterable(dicts)]
+        self._has_names = [*map(bool, self._lengths)]
         self._has_children, self._has_tensors = [*map(bool, children)], [*map(bool, chain.from_iterable(registries))]
         self._children = [None if child is None else positions[id(child)] for child in _all_values(children)]
         own_keys = tuple(item for own in keys for item in own.items())
@@ -149,7 +151,7 @@ class ModuleStructure:
             return None
         namespaces, children, parameters, buffers = _dictionaries(modules)
         dicts = [*namespaces, *children, *parameters, *buffers]
-        if [*map(len, dicts)] != self._lengths or [*chain.from_iterable(dicts)] != self._names:
+        if [*map(len, dicts)] != self._lengths or [*chain.from_iterable(compress(dicts, self._has_names))] != self._names:
             return None
         tensors = _all_values(compress(chain(parameters, buffers), self._has_tensors))
         try:
@@ -163,7 +165,11 @@ class ModuleStructure:
             and all(_constant_key(value) is _OPEN for value in open_values)
             and self._has_same_ties(tensors)
         )
-        return _Contents(modules, tensors, open_values, map(any, map(_hooks_of, namespaces))) if is_same else None
+        if not is_same:
+            return None
+        hooks = [*map(_hooks_of, namespaces)]
+        hooked = [position for position, of_module in enumerate(hooks) if any(of_module)] if any(chain.from_iterable(hooks)) else []
+        return _Contents(modules, tensors, open_values, hooked)
 
     def _has_same_ties(self, tensors: Sequence[Any]) -> bool:
         """True if the same positions share a tensor, or have none."""
@@ -201,7 +207,8 @@ class ModuleSnapshot:
             contents = known.read()
         self.open_values, self.structure = contents.open_values, known
         self.modules: Mapping[str, nn.Module] = dict(zip(known.paths, contents.modules, strict=True))
-        self.hooked: Mapping[str, nn.Module] = {path: self.modules[path] for path in compress(known.paths, contents.is_hooked) if path}
+        paths = [known.paths[position] for position in contents.hooked]
+        self.hooked: Mapping[str, nn.Module] = {path: self.modules[path] for path in paths if path}
         of_position: Any = contents.tensors.__getitem__
         self.parameters: Sequence[nn.Parameter] = tuple(map(of_position, known.parameters))
         self.buffers: Sequence[torch.Tensor] = tuple(map(of_position, known.buffers))
@@ -254,7 +261,7 @@ def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 
 def _dictionaries(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """For each module its dictionary, and those of its children, parameters and buffers."""
-    namespaces = [*map(vars, modules)]
+    namespaces = [*map(_namespace_of, modules)]
     children, parameters, buffers = ([*map(registry, namespaces)] for registry in _REGISTRIES)
     return namespaces, children, parameters, buffers
 

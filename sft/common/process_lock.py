@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 
 __all__ = ["gc_paused", "is_locked_by_other_thread", "patch_lock"]
 
@@ -22,15 +22,24 @@ _LOCK = threading.RLock()
 _owner_threads: list[int] = []
 
 
-@contextmanager
-def patch_lock() -> Iterator[None]:
-    """A re-entrant critical section for one thread at a time."""
-    with _LOCK:
+class _PatchLock(ContextDecorator):
+    """The critical section; it has no state of its own, as each call of a model enters it several times."""
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
         _owner_threads.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            _owner_threads.pop()
+
+    def __exit__(self, *error: object) -> None:
+        _owner_threads.pop()
+        _LOCK.release()
+
+
+_PATCH_LOCK = _PatchLock()
+
+
+def patch_lock() -> _PatchLock:
+    """A re-entrant critical section for one thread at a time; also a decorator."""
+    return _PATCH_LOCK
 
 
 def is_locked_by_other_thread() -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "add_number",
+    "apply_function",
     "batching_or_differentiating_transform",
     "break_dynamo_graph",
     "clear_cublas_workspaces",
@@ -66,6 +68,7 @@ __all__ = [
     "set_grad_enabled_silently",
     "storage_id",
     "task_retains_graph",
+    "unwrapped",
     "will_engine_execute",
     "without_onednn",
     "without_parametrization_cache",
@@ -120,11 +123,10 @@ def forget_real_tensors(mode: FakeTensorMode) -> None:
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target; on a GPU with one kernel for all tensors of a type, as each launch takes microseconds."""
-    positions: dict[torch.dtype, list[int]] = {}
-    for position, source in enumerate(sources):
-        positions.setdefault(source.dtype, []).append(position)
-    for group in positions.values():
-        torch._foreach_copy_([targets[position] for position in group], [sources[position] for position in group])
+    dtypes = [source.dtype for source in sources]
+    for dtype in dict.fromkeys(dtypes):
+        is_chosen = [each is dtype for each in dtypes]
+        torch._foreach_copy_([*compress(targets, is_chosen)], [*compress(sources, is_chosen)])
 
 
 def multiplies_in_convolution(name: str, args: tuple[Any, ...]) -> bool:
@@ -297,6 +299,21 @@ def break_dynamo_graph(reason: str) -> None:
 
 
 # -- the autograd engine ----------------------------------------------------------------------------------------------
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a function outside of transforms of ``torch.func``, to tensors that :func:`unwrapped` has returned.
+
+    ``Function.apply`` looks at the transforms, at the signature of the function, and at each argument in Python, which takes as long as all
+    the rest.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # a method of C
+    return apply(*args)
+
+
+def unwrapped(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors without the wrappers that a finished transform of ``torch.func`` has left on them, which autograd does not look through."""
+    return tuple(map(torch._C._functorch.unwrap_if_dead, tensors))
 
 
 def task_retains_graph() -> bool:

@@ -17,6 +17,7 @@ from functools import cached_property
 from sft.analysis.ir.repeat_op import REPEAT
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError
+from sft.common.process_lock import patch_lock
 from sft.planner.plan import Plan
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs, project_step
@@ -109,6 +110,7 @@ class RetainedGraphCheck:
         self.problem.memo.clear()
         return self.plan.total_bytes + max(0, retained + self.problem.resources.input_grad_bytes - plain)
 
+    @patch_lock()
     def check(self) -> None:
         """Check the retained graph against the budget.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import task_retains_graph
+from sft.common.torch_internals import apply_function, task_retains_graph, unwrapped
 from sft.common.transform_checks import refuse_batched_grads
 from sft.runtime.region import Region, Tape
 from sft.torch_runtime.backward_checks import check_before_backward, unneeded_grads
@@ -69,7 +69,8 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
         ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
-    watched = {name: leaf for (name, leaf), needs in zip(leaves.items(), needs_grad, strict=True) if needs or name not in inputs.updated}
+    is_watched = [needs or name not in inputs.updated for name, needs in zip(leaves, needs_grad, strict=True)]
+    watched = dict(zip(compress(leaves, is_watched), unwrapped(compress(inputs.tensors, is_watched)), strict=True))
     groups = GradientGroups()
     if graphs_of_step is not None:
         groups = graphs_of_step.gradient_groups(region, dict(compress(leaves.items(), needs_grad)))
@@ -79,8 +80,8 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
     anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
     call = _RegionCall(region=region, inputs=without_tensors, hosts=hosts, leaves=leaves, outputs=outputs, recorded=recorded)
-    tensors = (*groups.aliases(watched).values(), *inputs.version_guards, *anchor)
-    results = _RegionFunction.apply(call, *tensors)  # type: ignore[no-untyped-call]  # as torch leaves it
+    tensors = (*groups.aliases(watched).values(), *unwrapped(inputs.version_guards), *anchor)
+    results = apply_function(_RegionFunction, call, *tensors)
     outputs.update(zip((name for name in region.outputs if name not in outputs), results, strict=True))
     return outputs
 
@@ -244,12 +245,12 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     inputs: RegionInputs = ctx.inputs
     tensors, consume = ctx.saved_tensors, not task_retains_graph()
     check_before_backward(ctx, consume=consume)
-    leaves = {name: tensor for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
     output_grads, reached = _grads_of_outputs(ctx, grads)
     if inputs.weights is not None:  # their gradients are used during the pass
         reached -= unneeded_grads(ctx, inputs.names)
-    leaf_grads = _replay_backward(ctx, leaves, output_grads, consume=consume)
+    leaf_grads = _replay_backward(ctx, tensors, output_grads, consume=consume)
     if leaf_grads is None:
+        leaves = _saved_leaves(inputs, tensors)
         leaf_grads = _run_backward(ctx, _detached(leaves), output_grads, reached, consume=consume)
         if inputs.has_pool:
             inputs.gradient_groups.copy_next(unneeded_grads(ctx, inputs.names))
@@ -262,14 +263,20 @@ def _grads_of_outputs(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[dict[
     region, device = ctx.region, ctx.inputs.device
     by_computed = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
     grads.clear()
-    by_output = {name: None for name in region.outputs if name in region.requires_grad and name in ctx.inputs.new_buffers} | by_computed
+    new_buffers = region.requires_grad & ctx.inputs.new_buffers
+    by_output = {name: None for name in region.outputs if name in new_buffers} | by_computed
     reached = region.reachable_values(frozenset(name for name, grad in by_output.items() if grad is not None))
     devices = {name: torch.device("cpu") if name in region.host_outputs else device for name in by_output}
     return {name: _materialize_grad(grad, region, name, devices[name]) for name, grad in by_output.items()}, reached
 
 
+def _saved_leaves(inputs: RegionInputs, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The leaves among the saved tensors."""
+    return {name: tensor for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
+
+
 def _replay_backward(
-    ctx: Any, leaves: Mapping[str, torch.Tensor], output_grads: dict[str, torch.Tensor], *, consume: bool
+    ctx: Any, tensors: Sequence[torch.Tensor | None], output_grads: dict[str, torch.Tensor], *, consume: bool
 ) -> dict[str, torch.Tensor] | None:
     """Gradients of the leaves by a recorded backward pass; ``None`` if the pass must run on the tape, which is then computed."""
     inputs: RegionInputs = ctx.inputs
@@ -286,7 +293,7 @@ def _replay_backward(
     else:
         ctx.recorded = None
         offloader = inputs.make_offloader()
-        tape = _recompute_tape(ctx.region, inputs, _detached(leaves), offloader)
+        tape = _recompute_tape(ctx.region, inputs, _detached(_saved_leaves(inputs, tensors)), offloader)
         if not consume:
             inputs.check_retain_graph()
         ctx.tape, ctx.offloader = tape, offloader

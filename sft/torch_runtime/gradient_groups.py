@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.common.torch_internals import copy_tensors
+from sft.common.torch_internals import apply_function, copy_tensors
 from sft.runtime.region import Region
 
 __all__ = ["GradientGroups", "copy_lasting_grads", "group_gradients"]
@@ -62,8 +62,7 @@ class GradientGroups:
         """The leaves, the parameters among them as results of their group's function."""
         results = dict(leaves)
         for group in self.groups:
-            outputs = _GroupFunction.apply(self, *(leaves[name] for name in group))  # type: ignore[no-untyped-call]  # as torch leaves it
-            results.update(zip(group, outputs, strict=True))
+            results.update(zip(group, apply_function(_GroupFunction, self, *map(leaves.__getitem__, group)), strict=True))
         return results
 
     def copy_next(self, unneeded: Iterable[str], finish: Callable[[], None] = lambda: None) -> None:

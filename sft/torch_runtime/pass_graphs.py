@@ -166,7 +166,7 @@ class _Recording:
     def run(self, values: Mapping[str, Tensor]) -> None:
         """Replay the pass on values."""
         with _recording_mode():
-            copy_tensors([*self.inputs.values()], [values[name] for name in self.inputs])
+            copy_tensors([*self.inputs.values()], [*map(values.__getitem__, self.inputs)])
             self.replay()
         if LISTENERS and not self.is_new:
             note_flops(self.flops)
@@ -269,6 +269,7 @@ class PassGraphs:
     _step: _RecordedStep | None = field(default=None, repr=False)
     _keep: bool | None = None
     _num_recordings: int = 0
+    _fixed_names: tuple[str, ...] = ()
     _groups: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = field(default_factory=dict, repr=False)  # by the names of the leaves
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
@@ -349,7 +350,9 @@ class PassGraphs:
         self, leaves: Mapping[str, Tensor], run: RunForward, make_offloader: Callable[[], HostOffloader | None], keep: bool
     ) -> _RecordedStep | None:
         """The recording for these weights; ``None`` if there is none."""
-        fixed = [leaf for name, leaf in leaves.items() if name in self.fixed]  # in one order, that of the plan
+        if not self._fixed_names:
+            self._fixed_names = tuple(name for name in leaves if name in self.fixed)  # in one order, that of the plan
+        fixed = [*map(leaves.__getitem__, self._fixed_names)]
         key = (*map(Tensor.data_ptr, fixed), *map(Tensor.stride, fixed), torch.backends.cudnn.enabled, *kernel_settings().values())
         if self._step is not None and self._step.key == key:
             return self._step

@@ -106,7 +106,7 @@ def _reorder(model: Any) -> None:
     ],
 )
 def test_a_structure_that_has_changed_is_not_taken_over(change: Callable[[Any], None]) -> None:
-    model = seeded(_Tied)
+    model: Any = seeded(_Tied)
     structure = ModuleSnapshot(model).structure
     model.inner[0].register_forward_hook(lambda *_: None)
     model.counts.add_(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.common.torch_internals import copy_tensors
+from sft.common.torch_internals import apply_function, copy_tensors, unwrapped
 from sft.torch_runtime.device_pool import PoolLayout
 from sft.torch_runtime.gradient_groups import GradientGroups, group_gradients
-from sft.torch_runtime.pass_graphs import CudaPassRecorder
+from sft.torch_runtime.pass_graphs import CudaPassRecorder, _Recording
 from tests.helpers.models import Residual, seeded
 from tests.torch_runtime.test_pass_graphs import _assert_close, _input, _pair, _recorded, _step
 
@@ -172,3 +172,43 @@ def test_the_largest_input_of_a_recording_is_made_first() -> None:
     for _ in range(3):
         net(*inputs).sum().backward()
     assert recorder.num_records == 2 and recorder.input_sizes == [8 * 3 * 48 * 40, 8 * 48 * 40]
+
+
+def test_a_pass_is_replayed_before_autograd_gets_to_know_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, _, graphs = _warmed_up()
+    events: list[str] = []
+    run = _Recording.run
+
+    def replay(recording: _Recording, values: Mapping[str, Tensor]) -> None:
+        events.append("replay")
+        run(recording, values)
+
+    def apply(function: Any, *args: Any) -> Any:
+        events.append(function.__name__)
+        return apply_function(function, *args)
+
+    monkeypatch.setattr(_Recording, "run", replay)
+    for module in ("autograd", "gradient_groups"):
+        monkeypatch.setattr(f"sft.torch_runtime.{module}.apply_function", apply)
+    net(_input(2))
+    assert graphs.num_replays == 2
+    assert events[0] == "replay" and set(events[1:-1]) == {"_GroupFunction"} and events[-1] == "_RegionFunction"
+
+
+def test_tensors_that_a_finished_transform_has_left() -> None:
+    """They have wrappers with gradients of the transform, which autograd functions do not look through."""
+    net, _, graphs = _warmed_up()
+    model, x, kept = seeded(Residual), _input(2, requires_grad=False), list[Tensor]()
+
+    def keep(y: Tensor) -> Tensor:
+        kept.append(y * y)
+        return y.sum()
+
+    torch.func.grad(keep)(x)
+    assert type(kept[0]) is Tensor and kept[0] is not unwrapped(kept)[0]
+    for module in (net, model):
+        for _ in range(2):  # the first backward pass would free the graph of the transform
+            module.zero_grad(set_to_none=True)
+            module(kept[0]).square().sum().backward()
+    _assert_close(*([p.grad for p in module.parameters() if p.grad is not None] for module in (net, model)))
+    assert graphs.num_replays == 3

@@ -2,7 +2,8 @@
 
 The recorder of the passes is replaced: a replay does nothing. What remains is the host's work of a call: the comparison of the model with
 its earlier state, the lookup of the plan, copies into and out of the recording, and autograd. The network is a ResNet-18 in training mode
-with few channels, so that its copies take little time. Several checkouts of this project take turns, each in a process of its own:
+with few channels, so that its copies take little time. A GPU waits until a replay, and computes during the rest of the call. Several
+checkouts of this project take turns, each in a process of its own:
 
     python benchmarks/call_overhead.py --checkouts ../before . --rounds 5
 """
@@ -34,14 +35,22 @@ _SHAPE, _WIDTH, _CALLS = (1, 3, 64, 64), 8, 200
 
 
 class _IdleRecorder:
-    """Recorder that runs a pass once; its replays do nothing."""
+    """Recorder that runs a pass once; its replays note the time, and do nothing.
+
+    Attributes:
+        replayed: processor time of the last replay, in seconds.
+    """
 
     is_recorded = False
+    replayed = 0.0
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run the work."""
         work()
-        return lambda: None
+        return self._replay
+
+    def _replay(self) -> None:
+        self.replayed = time.thread_time()
 
     def allocate_inputs(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Make the inputs."""
@@ -65,18 +74,20 @@ def _check_step(net: Any, x: Tensor) -> None:
             raise SystemExit(f"the gradient of {name} is not that of plain PyTorch: no times")
 
 
-def _record(net: Any, run: Callable[[], object]) -> None:
+def _record(net: Any, run: Callable[[], object]) -> _IdleRecorder:
     """Replace the recorder of the plan of a call."""
     run()
     prepared = net._sft_engine.plan_cache.prepared
     key = next(reversed(prepared))
     graph = prepared[key].captured.phases.graph
-    graphs = PassGraphs(fixed=frozenset(node.name for node in graph.nodes) - graph.call_leaves, recorder=_IdleRecorder())
+    recorder = _IdleRecorder()
+    graphs = PassGraphs(fixed=frozenset(node.name for node in graph.nodes) - graph.call_leaves, recorder=recorder)
     prepared[key] = replace(prepared[key], resources=replace(prepared[key].resources, pass_graphs=graphs))
     for _ in range(3):
         run()
     if not graphs.num_replays:
         raise SystemExit("the passes were not replayed: no times")
+    return recorder
 
 
 def measure(num_calls: int = _CALLS) -> dict[str, float]:
@@ -85,28 +96,34 @@ def measure(num_calls: int = _CALLS) -> dict[str, float]:
     net = sft.compile(resnet18(4, width=_WIDTH), _SHAPE, budget="1GiB")
     x = torch.randn(_SHAPE)
     _check_step(net, x)
-    times: dict[str, list[float]] = {"forward call": [], "backward call": [], "inference call": []}
+    times: dict[str, list[float]] = {
+        f"{kind} call{extent}": [] for kind in ("forward", "backward", "inference") for extent in (", until its replay", "")
+    }
+
+    def note(kind: str, start: float) -> None:
+        times[f"{kind} call"].append(time.thread_time() - start)
+        times[f"{kind} call, until its replay"].append(recorder.replayed - start)
 
     def step() -> None:
         net.zero_grad(set_to_none=True)
         start = time.thread_time()
         loss = net(x)
-        middle = time.thread_time()
+        note("forward", start)
         loss = loss.sum()
-        before = time.thread_time()
+        start = time.thread_time()
         loss.backward()
-        times["forward call"].append(middle - start)
-        times["backward call"].append(time.thread_time() - before)
+        note("backward", start)
 
     def predict() -> None:
         with torch.no_grad():
             start = time.thread_time()
             net(x)
-            times["inference call"].append(time.thread_time() - start)
+            note("inference", start)
 
+    recorder = _IdleRecorder()
     for run, is_training in ((step, True), (predict, False)):
         net.train(is_training)
-        _record(net, run)
+        recorder = _record(net, run)
         for _ in range(num_calls):
             run()
     return {name: 1e3 * median(values[-num_calls:]) for name, values in times.items()}

@@ -21,9 +21,10 @@ __all__ = [
     "block_size",
     "can_stream_rows",
     "default_blocks",
+    "few_channels_blocks",
+    "has_few_channels",
     "has_triton",
     "has_warp_groups",
-    "is_flat",
     "row_blocks",
     "variant_blocks",
 ]
@@ -57,8 +58,8 @@ class BlockSizes:
     rows: int = 0
 
 
-def is_flat(group_in: int) -> bool:
-    """True if the inner block takes channels of several taps: if the channels of one tap would not fill the smallest block."""
+def has_few_channels(group_in: int) -> bool:
+    """True if the channels of one tap do not fill the smallest block, so that inner blocks have those of several taps."""
     return group_in < _MIN_BLOCK_SIZE
 
 
@@ -72,8 +73,20 @@ def default_blocks(num_channels: int, num_inner: int, dtype: torch.dtype) -> Blo
     """
     inner = block_size(num_inner, 32 if dtype == torch.float32 else 64)
     # If each element has an address of its own, a larger block runs out of registers.
-    pixels = 64 if dtype == torch.float32 or is_flat(num_inner) else 128
+    pixels = 64 if dtype == torch.float32 or has_few_channels(num_inner) else 128
     return BlockSizes(pixels=pixels, channels=block_size(num_channels, 64), inner=inner)
+
+
+def few_channels_blocks(num_channels: int, num_inner: int, precision: str) -> BlockSizes:
+    """Blocks of a layer of images with few channels: a pixel for each thread, so that a thread has all elements of its pixel's window.
+
+    Args:
+        num_channels: channels of the result.
+        num_inner: elements of the window.
+        precision: as of ``launch_conv2d``. Without matrix instructions a larger block runs out of registers.
+    """
+    pixels, channels = (64, 32) if precision == "ieee" else (128, 64)
+    return BlockSizes(pixels=pixels, channels=block_size(num_channels, channels), inner=block_size(num_inner, 32))
 
 
 def variant_blocks(blocks: BlockSizes, variant: LaunchVariant, num_channels: int, *, is_loaded: bool) -> BlockSizes:
@@ -112,7 +125,7 @@ def can_stream_rows(geometry: Geometry, num_inner: int, groups: int, weight: Ten
     if not has_warp_groups(weight.device):
         return False
     is_plain = all((w.kernel, w.stride, w.dilation) == (3, 1, 1) for w in (axis.window for axis in geometry.axes))
-    return is_plain and groups == 1 and not is_flat(num_inner) and num_inner <= 64 and weight.element_size() == 2
+    return is_plain and groups == 1 and not has_few_channels(num_inner) and num_inner <= 64 and weight.element_size() == 2
 
 
 def row_blocks(columns: int, pixels: int) -> tuple[int, bool]:

@@ -29,6 +29,7 @@ __all__ = [
     "check_reach",
     "dense_gradient",
     "first_tap",
+    "gradient_block",
     "is_inside",
     "load_gradient",
     "matmul",
@@ -42,6 +43,7 @@ __all__ = [
     "safe_precision",
     "split_pixels",
     "split_voxels",
+    "store_sums",
     "unpool_gradient",
     "voxel_offset",
     "voxel_strides",
@@ -230,6 +232,33 @@ def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask,
         dy = relu_gradient(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
     chosen = tl.load(p_taps + o_taps + channel // 4, mask=mask, other=0).to(tl.int32) >> (channel % 4 * 2) & 3
     return tl.where(chosen == number, dy, 0.0).to(dy.dtype)
+
+
+@triton.jit
+def gradient_block(
+    p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, mask,
+    dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU: tl.constexpr, UNPOOL: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the convolution's output at a block of pixels and channels, [P, O]."""
+    if UNPOOL:
+        number = i_h % 2 * 2 + (i_w + own) % 2
+        own_q = own.to(tl.int64) // 2
+        o_dy = pixel_offset(i_n, i_h // 2, i_w // 2, dy_n, dy_h, dy_w) + own_q * dy_w
+        o_y = pixel_offset(i_n, i_h // 2, i_w // 2, y_n, y_h, y_w) + own_q * y_w
+        o_taps = pixel_offset(i_n, i_h // 2, i_w // 2, taps_n, taps_h, taps_w) + own_q * taps_w
+        return unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, mask, RELU)
+    else:
+        o_dy, o_y = pixel_offset(i_n, i_h, i_w, dy_n, dy_h, dy_w), pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w)
+        own_dy, own_y = own.to(tl.int64) * dy_w + i_o[None, :], own.to(tl.int64) * y_w + i_o[None, :]
+        return load_gradient(p_dy + o_dy, p_y + o_y, own_dy, own_y, mask, RELU)
+
+
+@triton.jit
+def store_sums(p_slots, sums, mask, ACCUMULATE: tl.constexpr):
+    """Write sums to slots, or add them."""
+    if ACCUMULATE:
+        sums += tl.load(p_slots, mask=mask, other=0.0)
+    tl.store(p_slots, sums, mask=mask)
 
 
 def check_reach(x: Tensor, axes: Sequence[TileAxis]) -> None:

@@ -218,6 +218,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     families = sorted({case.family for case in all_cases()})
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description="Verify every kernel against float64 on the GPU, then time it.")
     parser.add_argument("--only", nargs="+", choices=families, metavar="FAMILY", help=f"families to run: {', '.join(families)}")
+    parser.add_argument("--named", nargs="+", metavar="TEXT", help="run only cases whose names contain one of the texts")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(_NAMES.values()), default=sorted(_NAMES.values()), help="dtypes to run")
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of each operation (default: 30)")
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
@@ -243,6 +244,7 @@ def main() -> int:
         for case in all_cases()
         for dtype in case.dtypes
         if (options.only is None or case.family in options.only) and _NAMES[dtype] in options.dtypes
+        if options.named is None or any(text in case.name for text in options.named)
     ]
     if options.list:
         for case, dtype in wanted:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import BlockSizes, default_blocks, is_flat
+from sft.kernels.common import BlockSizes, default_blocks, has_few_channels
 from sft.kernels.common_triton import check_reach, is_inside, matmul, relu, safe_precision, voxel_strides, window_constants
 from sft.kernels.geometry import VolumeGeometry
 from sft.kernels.launching import launch
@@ -178,7 +178,7 @@ def launch_conv3d(
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             RELU=relu,
-            FLAT=is_flat(num_in),
+            FLAT=has_few_channels(num_in),
             PRECISION=precision,
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,

@@ -4,34 +4,36 @@ The result has few elements and each sum many terms, so the pixels are split. Sp
 ``[splits, outputs, kh, kw, inputs of a group]``, or replaces it. Each slot is written by one program; at the end ``launch_reduce``
 (:mod:`sft.kernels.reduce.reduce_triton`) adds the slots in order. Two runs with the same tiles give the same bits.
 
-Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, O output channels, C columns: channels of one tap, or of several taps if
-FLAT.
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, O output channels, C columns: channels of one tap. Layers with few
+channels have another kernel, :mod:`sft.kernels.conv.few_channels_grad2d_triton`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import LaunchVariant, block_size, has_warp_groups, is_flat, row_blocks
+from sft.kernels.common import LaunchVariant, block_size, has_few_channels, has_warp_groups, row_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
     dense_gradient,
+    gradient_block,
     is_inside,
-    load_gradient,
     matmul,
     pixel_offset,
     pixel_strides,
     pixels_after,
     safe_precision,
     split_pixels,
-    unpool_gradient,
+    store_sums,
     window_constants,
 )
+from sft.kernels.conv.few_channels_grad2d_triton import launch_few_channels_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
@@ -39,25 +41,6 @@ from sft.kernels.rng.mask_tile import ceil_div
 __all__ = ["launch_weight_gradient", "weight_gradient_kernel"]
 
 _RUNTIME = ["num_pixels", "num_split", "rows", "columns", "width", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
-
-
-@triton.jit
-def _gradient_block(
-    p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, mask,
-    dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU: tl.constexpr, UNPOOL: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the convolution's output at a block of pixels and channels, [P, O]."""
-    if UNPOOL:
-        number = i_h % 2 * 2 + (i_w + own) % 2
-        own_q = own.to(tl.int64) // 2
-        o_dy = pixel_offset(i_n, i_h // 2, i_w // 2, dy_n, dy_h, dy_w) + own_q * dy_w
-        o_y = pixel_offset(i_n, i_h // 2, i_w // 2, y_n, y_h, y_w) + own_q * y_w
-        o_taps = pixel_offset(i_n, i_h // 2, i_w // 2, taps_n, taps_h, taps_w) + own_q * taps_w
-        return unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, mask, RELU)
-    else:
-        o_dy, o_y = pixel_offset(i_n, i_h, i_w, dy_n, dy_h, dy_w), pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w)
-        own_dy, own_y = own.to(tl.int64) * dy_w + i_o[None, :], own.to(tl.int64) * y_w + i_o[None, :]
-        return load_gradient(p_dy + o_dy, p_y + o_y, own_dy, own_y, mask, RELU)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -104,7 +87,6 @@ def weight_gradient_kernel(
     UNPOOL: tl.constexpr,
     BIAS: tl.constexpr,  # compute the bias's gradient as well
     ACCUMULATE: tl.constexpr,  # add to the slots; otherwise replace them
-    FLAT: tl.constexpr,
     TAPS: tl.constexpr,  # taps of a row of the window that a program sums, 1 or 3
     ALIGNED: tl.constexpr,  # a block has pixels of one row
     PRECISION: tl.constexpr,
@@ -130,7 +112,7 @@ def weight_gradient_kernel(
             total = tl.zeros((PIXELS, CHANNELS), tl.float32)
             for before in range(0, length, PIXELS):
                 m_p = own < columns - i_w if ALIGNED else lane < length - before
-                dy = _gradient_block(
+                dy = gradient_block(
                     p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, m_p & m_o[None, :],
                     dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU, UNPOOL,
                 )  # fmt: skip
@@ -142,15 +124,10 @@ def weight_gradient_kernel(
             tl.store(p_biases + slot, sums, mask=m_o)
             return
 
-    if FLAT:
-        k = i_columns * COLUMNS + tl.arange(0, COLUMNS)
-        tap, channel = (k // group_in)[None, :], (k % group_in)[None, :]
-        m_k = (k < KERNEL_H * KERNEL_W * group_in)[None, :]
-    else:
-        num_blocks = tl.cdiv(group_in, COLUMNS)
-        tap = i_columns // num_blocks * TAPS
-        channel = (i_columns % num_blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        m_k = channel < group_in
+    num_blocks = tl.cdiv(group_in, COLUMNS)
+    tap = i_columns // num_blocks * TAPS
+    channel = (i_columns % num_blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    m_k = channel < group_in
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
     o_tap = own.to(tl.int64) * (STRIDE_W * x_w) + tap_h.to(tl.int64) * x_h + tap_w.to(tl.int64) * x_w + channel
     next_tap = DILATION_W * x_w
@@ -160,7 +137,7 @@ def weight_gradient_kernel(
         acc_2 = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     for before in range(0, length, PIXELS):
         m_p = own < columns - i_w if ALIGNED else lane < length - before
-        dy = _gradient_block(
+        dy = gradient_block(
             p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, m_p & m_o[None, :],
             dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU, UNPOOL,
         )  # fmt: skip
@@ -181,18 +158,10 @@ def weight_gradient_kernel(
 
     p_weights += (slot[:, None] * (KERNEL_H * KERNEL_W) + tap) * group_in + channel
     m_weights = m_o[:, None] & m_k
-    _store_sums(p_weights, acc, m_weights, ACCUMULATE)
+    store_sums(p_weights, acc, m_weights, ACCUMULATE)
     if TAPS == 3:
-        _store_sums(p_weights + group_in, acc_1, m_weights, ACCUMULATE)
-        _store_sums(p_weights + 2 * group_in, acc_2, m_weights, ACCUMULATE)
-
-
-@triton.jit
-def _store_sums(p_slots, sums, mask, ACCUMULATE: tl.constexpr):
-    """Write sums to slots, or add them."""
-    if ACCUMULATE:
-        sums += tl.load(p_slots, mask=mask, other=0.0)
-    tl.store(p_slots, sums, mask=mask)
+        store_sums(p_weights + group_in, acc_1, m_weights, ACCUMULATE)
+        store_sums(p_weights + 2 * group_in, acc_2, m_weights, ACCUMULATE)
 
 
 def launch_weight_gradient(
@@ -231,22 +200,24 @@ def launch_weight_gradient(
         rows, columns = 2 * rows, 2 * columns
     num_splits, num_out, _, _, group_in = weights.shape
     group_out = num_out // groups
-    flat = is_flat(group_in)
+    if has_few_channels(group_in):
+        common: dict[str, Any] = {"groups": groups, "precision": precision, "taps": taps, "accumulate": accumulate, "block": block}
+        launch_few_channels_gradient(gradient, output, x, weights, biases, geometry, **common)
+        return
     num_taps = math.prod(geometry.kernel)
-    flattened = num_taps * group_in if flat else group_in
     is_half, is_masked = gradient.dtype != torch.float32, output is not None or taps is not None
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
-    width_of_block = block[2] if block else block_size(flattened, 128 if variant == "wide" else largest)
+    width_of_block = block[2] if block else block_size(group_in, 128 if variant == "wide" else largest)
     # Three taps of a row share the loads of the gradient and its mask, where registers suffice for three sums.
     has_registers = width_of_block <= 64 and (is_half or precision == "tf32")
     if is_masked:
         has_registers = has_registers and is_half and has_warp_groups(x.device)
-    taps_of_block = 3 if geometry.kernel[1] == 3 and not flat and has_registers else 1
-    # Registers also limit the pixels if operands have four bytes, or if each element has an address of its own.
-    is_full = flat or not is_half or (is_masked and taps_of_block > 1)
+    taps_of_block = 3 if geometry.kernel[1] == 3 and has_registers else 1
+    # Registers also limit the pixels if operands have four bytes.
+    is_full = not is_half or (is_masked and taps_of_block > 1)
     most_pixels = 16 if precision == "ieee" else 32 if is_full else 64
     pixels, channels = block[:2] if block else (most_pixels, block_size(group_out, largest))
-    num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps // taps_of_block)
+    num_blocks = ceil_div(group_in, width_of_block) * (num_taps // taps_of_block)
     width_px, aligned = row_blocks(columns, pixels)
     num_pixels = num_samples * rows * width_px
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
@@ -280,7 +251,6 @@ def launch_weight_gradient(
             UNPOOL=taps is not None,
             BIAS=biases is not None,
             ACCUMULATE=accumulate,
-            FLAT=flat,
             TAPS=taps_of_block,
             ALIGNED=aligned,
             PRECISION=precision,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import block_size, is_flat, row_blocks
+from sft.kernels.common import block_size, has_few_channels, row_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
     dense_gradient,
@@ -169,7 +169,7 @@ def launch_volume_weight_gradient(
     if output is not None and not can_compute_operands(gradient.device):
         gradient, output = dense_gradient(gradient, output, None, (0, 0)), None
     num_splits, num_out, *kernel, num_in = weights.shape
-    flat, num_taps = is_flat(num_in), math.prod(kernel)
+    flat, num_taps = has_few_channels(num_in), math.prod(kernel)
     flattened = num_taps * num_in if flat else num_in
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
     most_pixels = 16 if precision == "ieee" else 32 if flat or x.dtype == torch.float32 else 64

@@ -1,4 +1,4 @@
-"""Sums of slots, in Triton: one or two arrays of slots in a launch, each slot array summed in the order of its splits.
+"""Sums of slots, in Triton: one or two arrays of slots in a launch, each summed in one fixed order.
 
 The kernels of gradients and norms leave a partial sum for each split of the pixels. A launch adds these and writes the total, or adds it to
 an accumulator, in the layout and the type of the destination. Affixes as in :mod:`sft.kernels.conv.forward2d_triton`.
@@ -21,17 +21,19 @@ from sft.kernels.rng.mask_tile import ceil_div
 __all__ = ["launch_reduce", "reduce_kernel"]
 
 _BLOCK = 256
+#: splits that are loaded at a time
+_SPLITS = 8
 
 
 @triton.jit
-def _add_slots(p_slots, p_out, i, o_out, size, num_splits, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the slots of the elements ``i`` in the order of the splits."""
+def _add_slots(p_slots, p_out, i, o_out, size, num_splits, ADD: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the slots of the elements ``i``, some splits at a time: their loads are in flight together."""
     mask = i < size
     acc = tl.zeros((BLOCK,), p_slots.dtype.element_ty)
-    o_slot = i
-    for _ in range(num_splits):
-        acc += tl.load(p_slots + o_slot, mask=mask, other=0.0)
-        o_slot += size
+    own = tl.arange(0, SPLITS)[:, None]
+    for first in range(0, num_splits, SPLITS):
+        o_slot = i[None, :] + (first + own).to(tl.int64) * size
+        acc += tl.sum(tl.load(p_slots + o_slot, mask=mask[None, :] & (first + own < num_splits), other=0.0), axis=0)
     p_out += o_out
     if ADD:
         acc += tl.load(p_out, mask=mask, other=0.0).to(acc.dtype)
@@ -56,6 +58,7 @@ def reduce_kernel(
     vector_size,
     vector_out_i,
     ADD: tl.constexpr,  # add to the destinations
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum both arrays of slots; a grid with one array has no programs for the vector."""
@@ -65,10 +68,10 @@ def reduce_kernel(
         i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = i // num_inner
         o_out = row // num_taps * out_o + row % num_taps * out_t + i % num_inner * out_i
-        _add_slots(p_slots, p_out, i, o_out, size, num_splits, ADD, BLOCK)
+        _add_slots(p_slots, p_out, i, o_out, size, num_splits, ADD, SPLITS, BLOCK)
     else:
         i = (program - num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        _add_slots(p_vector_slots, p_vector_out, i, i * vector_out_i, vector_size, num_splits, ADD, BLOCK)
+        _add_slots(p_vector_slots, p_vector_out, i, i * vector_out_i, vector_size, num_splits, ADD, SPLITS, BLOCK)
 
 
 def launch_reduce(
@@ -105,6 +108,7 @@ def launch_reduce(
             vector_size,
             1 if vector_out is None else _vector_stride(vector_out),
             ADD=add,
+            SPLITS=_SPLITS,
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,

@@ -352,7 +352,9 @@ def weight_gradient_calls(
         variant=variant,
         weight=layer.weight.shape,
         has_bias=backward.bias_grad is not None,
-        num_splits=num_gradient_slots(layer.weight.shape, backward.num_pixels),
+        num_splits=num_gradient_slots(
+            layer.weight.shape, backward.num_pixels, is_depthwise=layer.groups > 1 and layer.weight.shape[1] == 1
+        ),
     )
     x, copy = context.to_channels_last(layer.padded.slot, owner)
     workspace = context.builder.slot((sums.num_elements,), torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sft.backends.gradient_sums import GradientSumsCall
 from sft.backends.kernel_call import KernelCall, replayable, to_channels_last
-from sft.kernels.common import LaunchVariant
+from sft.kernels.common import LaunchVariant, has_few_channels
 from sft.kernels.geometry import Geometry
 
 __all__ = [
@@ -30,22 +30,27 @@ _MAX_SPLITS = 96
 #: pixels that a slot sums up at least
 _MIN_PIXELS = 512
 _WEIGHT_BLOCK = 32
+#: output channels and elements of the window that a program sums up for a layer with few channels; these slots are small
+_FEW_BLOCK = 64, 32
 
 
-def num_gradient_slots(weight: tuple[int, ...], num_pixels: int) -> int:
+def num_gradient_slots(weight: tuple[int, ...], num_pixels: int, *, is_depthwise: bool = False) -> int:
     """Number of slots that sum up a weight's gradient: enough programs for a GPU, but no more, since each slot is as large as the weight.
 
     >>> num_gradient_slots((64, 3, 3, 3), 2**20), num_gradient_slots((512, 512, 3, 3), 2**20), num_gradient_slots((64, 3, 3, 3), 1024)
-    (96, 1, 2)
+    (512, 1, 2)
     """
     num_out, num_in, *kernel = weight
-    num_taps = math.prod(kernel)
+    num_taps, num_splits = math.prod(kernel), num_pixels // _MIN_PIXELS
+    if len(kernel) == 2 and has_few_channels(num_in) and not is_depthwise:
+        num_blocks = -(-num_out // _FEW_BLOCK[0]) * -(-(num_taps * num_in + 1) // _FEW_BLOCK[1])
+        return max(1, min(_NUM_PROGRAMS // 2 // num_blocks, num_splits))
     if len(kernel) == 2 and kernel[1] == 3 and num_in >= _WEIGHT_BLOCK:  # a program sums up a row of taps
         num_taps //= 3
     num_blocks = -(-num_out // _WEIGHT_BLOCK) * (
         -(-num_taps * num_in // _WEIGHT_BLOCK) if num_in < _WEIGHT_BLOCK else num_taps * -(-num_in // _WEIGHT_BLOCK)
     )
-    return max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_blocks, num_pixels // _MIN_PIXELS))
+    return max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_blocks, num_splits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

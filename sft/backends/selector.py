@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from sft.kernels.common import LaunchVariant, is_flat
+from sft.kernels.common import LaunchVariant, has_few_channels
 
 __all__ = ["AlwaysKernel", "KernelSelector", "NoKernels", "NumberFormat", "ShapeClass", "launch_variants", "pixel_class", "storage_format"]
 
@@ -81,13 +81,13 @@ def launch_variants(shape_class: ShapeClass) -> tuple[LaunchVariant, ...]:
     """
     if not shape_class.operator.startswith("conv2d") or shape_class.groups == math.prod(shape_class.channels) ** 0.5 > 1:
         return ("default",)
+    if shape_class.operator != "conv2d data gradient" and has_few_channels(shape_class.channels[0] // shape_class.groups):
+        return ("default",)
     is_half = shape_class.numbers in ("bfloat16", "float16")
     variants: tuple[LaunchVariant, ...] = ("default", "deep")
     if shape_class.operator != "conv2d weight gradient":
         is_masked = shape_class.operator != "conv2d" and "relu" in shape_class.fused
         variants += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
-        if shape_class.operator == "conv2d" and is_flat(shape_class.channels[0] // shape_class.groups):
-            variants = tuple(variant for variant in variants if variant != "tall")
         is_plain = (shape_class.kernel, shape_class.stride, shape_class.dilation, shape_class.groups) == ((3, 3), (1, 1), (1, 1), 1)
         num_inner = shape_class.channels[0 if shape_class.operator == "conv2d" else 1]
         if is_plain and 16 <= num_inner <= 64 and is_half:

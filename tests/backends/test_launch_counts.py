@@ -16,7 +16,7 @@ from tests.helpers.triton_process import count_launches, needs_triton
 
 pytestmark = needs_triton
 
-_CHANNELS, _SAMPLES, _SIZE = 8, 2, (12, 10)
+_CHANNELS, _SAMPLES, _SIZE = 16, 2, (12, 10)
 _MOST_OPERATORS = 4
 
 

@@ -63,7 +63,7 @@ def compile_job(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     cost = _nvidia_cost(compiled.asm["ptx"], capability)
     if counts_instructions:
-        cost |= _inner_loop(compiled.asm["cubin"])
+        cost |= _instructions(compiled.asm["cubin"])
     return cost | {"shared_bytes": compiled.metadata.shared, "binary_bytes": len(compiled.asm["cubin"])}
 
 
@@ -115,8 +115,10 @@ def _noted(*, affected: bool, warp_groups: bool = True) -> Iterator[list[_Call]]
         yield calls
 
 
-def _inner_loop(cubin: bytes) -> dict[str, int]:
-    """The largest loop with matrix products of warp groups: its instructions, and its products in units of 64 x 64 x 16 elements.
+def _instructions(cubin: bytes) -> dict[str, int]:
+    """Instructions of a kernel, and the largest loop with matrix products of warp groups: its instructions and its products.
+
+    A product is one of 64 x 64 x 16 elements.
 
     A product's name contains its extents: ``HGMMA.64x128x16.F32.BF16``.
     """
@@ -140,7 +142,7 @@ def _inner_loop(cubin: bytes) -> dict[str, int]:
                 elements = sum(int(m) * int(n) * int(k) for each in sizes for m, n, k in each)
                 if elements and len(body) > largest["loop_instructions"]:
                     largest = {"loop_instructions": len(body), "loop_products": elements // (64 * 64 * 16)}
-    return largest
+    return {"instructions": len(instructions)} | largest
 
 
 def launched_job(module: str, launch: str, arguments: dict[str, Any], target: str, *, affected: bool = False) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def _gates() -> dict[str, list[Gate]]:
             gate(weight, (80,), _weight("ieee", _conv(64, 64, _SINGLE))),
             gate(weight, (), _weight("bf16x3", _conv(64, 64, _SINGLE)), matrix=True),
             gate(weight, (), _weight("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True),
+            gate(weight, (90,), _weight("bf16", _conv(3, 64, _HALF), output=None), matrix=True, copied_operands=True),
             gate(("reduce.reduce_triton", "launch_reduce"), (90,), reduced),
         ],
     }

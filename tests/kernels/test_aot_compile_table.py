@@ -19,7 +19,8 @@ from tests.helpers.triton_process import compile_kernels, needs_triton
 _RECORD = Path(__file__).with_name("table_registers.json")
 _NUMBERS = ("bfloat16", "float16", "float32", "tf32")
 #: kernels that multiply blocks
-_PRODUCTS = ("conv2d_kernel", "data_gradient_kernel", "weight_gradient_kernel", "row_streaming_kernel")
+_FEW_CHANNELS = ("few_channels_kernel", "few_channels_gradient_kernel")
+_PRODUCTS = ("conv2d_kernel", "data_gradient_kernel", "weight_gradient_kernel", "row_streaming_kernel", *_FEW_CHANNELS)
 #: costs of compiled code, by target and job
 _COSTS: dict[tuple[str, str], dict[str, int]] = {}
 
@@ -47,7 +48,7 @@ def test_every_class_has_launches(tmp_path: Path) -> None:
     assert all(jobs for _, _, jobs in launches), [label for label, _, jobs in launches if not jobs]
     assert {"deep", "default"} == {variant for _, variant, _ in launches}
     kernels = {job["kernel"] for _, _, jobs in launches for job in jobs}
-    assert kernels >= {"conv2d_kernel", "data_gradient_kernel", "weight_gradient_kernel", "reduce_kernel"}
+    assert kernels >= {"conv2d_kernel", *_FEW_CHANNELS, "data_gradient_kernel", "weight_gradient_kernel", "reduce_kernel"}
 
 
 @needs_triton
@@ -70,11 +71,11 @@ def test_the_table_compiles_ahead_of_time(network: str, numbers: str, affected: 
     problems, registers = [], Registers(_RECORD, has_spills=True)
     for target, key in cases:
         job, is_product = jobs[key], jobs[key]["kernel"] in _PRODUCTS
-        is_forward = job["kernel"] == "conv2d_kernel"
+        is_forward = job["kernel"] in ("conv2d_kernel", "few_channels_kernel")
         facts = {
             "matrix": is_product and job["constants"]["PRECISION"] != "ieee",
-            "wide": is_forward and not job["constants"]["FLAT"],
-            "fills_warp_groups": job["kernel"] != "weight_gradient_kernel" or job["constants"]["CHANNELS"] >= 64,
+            "wide": job["kernel"] == "conv2d_kernel",
+            "fills_warp_groups": job["kernel"] not in ("weight_gradient_kernel", *_FEW_CHANNELS) or job["constants"]["CHANNELS"] >= 64,
             "copied_operands": affected or is_forward or job["constants"].get("MASKED") is False,
         }
         problems += problems_of(_label(job), target, _COSTS[target, key], registers, **facts)

@@ -45,8 +45,8 @@ _NOTES = {
     "tests": "Tests of `gpu.sh`: those marked `gpu`, and the kernels' interpreted tests, compiled.",
     "kernels": "Kernels of one step by PyTorch's profiler (`kernels/kernel_steps.py --trace`): all, and those with the most time; copies "
     "over the link.",
-    "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most. A step has "
-    "the commit at which it was measured, if that is not the one below.",
+    "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most; queued: "
+    "means of steps without a wait between them. A step has the commit at which it was measured, if that is not the one below.",
 }
 
 
@@ -191,11 +191,12 @@ def _steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         [step["name"], step["dtype"], step["backend"], step["status"], milliseconds(step["seconds"]), modelled(step)]
         + [milliseconds(step["plain_seconds"])]
+        + [f"{1e3 * step[name]:.1f}" if step.get(name) else "" for name in ("queued_seconds", "plain_queued_seconds")]
         + [size(step[name]) for name in ("allocated_bytes", "projected_peak_bytes", "reserved_bytes", "plain_allocated_bytes")]
         + [step.get("commit", ""), _short(step["note"])]
         for step in steps
     ]
-    times = ("case", "dtype", "backend", "status", "ms", "modelled ms", "eager ms")
+    times = ("case", "dtype", "backend", "status", "ms", "modelled ms", "eager ms", "queued ms", "eager queued ms")
     sizes = ("allocated", "projected", "reserved", "eager allocated")
     return Table(title="Steps", headers=(*times, *sizes, "commit", "note"), rows=rows)
 

@@ -63,6 +63,8 @@ class StepRecord:
         eager_error: that of eager PyTorch.
         seconds: least, median and most seconds of the rounds.
         plain_seconds: those of eager PyTorch.
+        queued_seconds: seconds of a step among many that are queued without a wait, as in a training loop.
+        plain_queued_seconds: that of eager PyTorch.
         allocated_bytes: peak of the step in the allocator's blocks.
         reserved_bytes: peak of the allocator's segments, resident tensors included; 0 on a CPU.
         plain_allocated_bytes: peak of eager PyTorch's step.
@@ -84,6 +86,8 @@ class StepRecord:
     eager_error: float | None = None
     seconds: tuple[float, float, float] | None = None
     plain_seconds: tuple[float, float, float] | None = None
+    queued_seconds: float | None = None
+    plain_queued_seconds: float | None = None
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     plain_allocated_bytes: int = 0
@@ -218,6 +222,8 @@ def _measure_times(
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
     times = _measure([*plain_steps, step], options.rounds, wait)
     record.seconds, record.plain_seconds = times[-1], times[0] if plain_steps else None
+    queued = [_measure_queued(each, options.rounds, wait) for each in (*plain_steps, step)]
+    record.queued_seconds, record.plain_queued_seconds = queued[-1], queued[0] if plain_steps else None
     if options.trace is not None and (not options.trace or record.name in options.trace):
         try:
             _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
@@ -256,6 +262,16 @@ def _measure(steps: Sequence[Callable[[], object]], rounds: int, wait: Callable[
     return [(min(own), statistics.median(own), max(own)) for own in times]
 
 
+def _measure_queued(step: Callable[[], object], rounds: int, wait: Callable[[], None]) -> float:
+    """Mean seconds of steps that follow each other without a wait."""
+    wait()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        step()
+    wait()
+    return (time.perf_counter() - started) / rounds
+
+
 def _file_name(record: StepRecord) -> str:
     return "-".join(f"{record.name} {record.dtype} {record.backend}".replace(",", "").lower().split())
 
@@ -287,6 +303,8 @@ def step_table(records: Sequence[StepRecord]) -> str:
         "ms",
         "modelled ms",
         "eager ms",
+        "queued ms",
+        "eager queued ms",
         "eager / ours",
         "allocated",
         "reserved",
@@ -308,7 +326,8 @@ def step_table(records: Sequence[StepRecord]) -> str:
         note = (r.note if r.status == "ok" else f"**{r.status}**: {r.note}").replace("|", "\\|")
         reserved = f"{r.reserved_bytes / r.projected_reserved_bytes:.3f}" if r.reserved_bytes and r.projected_reserved_bytes else ""
         modelled = f"{1e3 * r.modelled_seconds:.1f}" if r.modelled_seconds else ""
-        cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), modelled, milliseconds(r.plain_seconds), ratio, *sizes]
+        cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), modelled, milliseconds(r.plain_seconds)]
+        cells += [f"{1e3 * seconds:.1f}" if seconds else "" for seconds in (r.queued_seconds, r.plain_queued_seconds)] + [ratio, *sizes]
         cells += [
             reserved,
             f"{r.redundancy:.3f}" if r.redundancy else "",
@@ -325,8 +344,9 @@ def write_steps(stem: Path, records: Sequence[StepRecord], facts: dict[str, str]
     """Replace the results by what is known now."""
     raw = {"environment": facts, "steps": [asdict(record) for record in records]}
     notes = (
-        "Medians, with least and most. Allocated and projected bytes are above the start of a step, as the allocator counts them. Reserved "
-        "bytes contain resident tensors, and are compared with the plan's projection of the same."
+        "Medians, with least and most; queued: means of steps without a wait between them. Allocated and projected bytes are above the "
+        "start of a step, as the allocator counts them. Reserved bytes contain resident tensors, and are compared "
+        "with the plan's projection of the same."
     )
     sections = [f"# {stem.name}", notes]
     sections += [step_table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]

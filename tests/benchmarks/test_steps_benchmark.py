@@ -171,10 +171,11 @@ def _cudnn() -> tuple[bool, bool]:
 def test_results_are_a_table(bench: Any, tmp_path: Path) -> None:
     good = bench.StepRecord(name="a", dtype="bf16", backend="auto", error=1e-3, eager_error=2e-3, allocated_bytes=2**30)
     good.seconds, good.plain_seconds = (1e-3, 2e-3, 3e-3), (3e-3, 5e-3, 6e-3)
+    good.queued_seconds, good.plain_queued_seconds = 1.5e-3, 4e-3
     bad = bench.StepRecord(name="b", dtype="fp32", backend="triton", status="wrong", note="error 1 | 2")
     bench.write_steps(tmp_path / "x", [good, bad], {"device": "none"})
     text = (tmp_path / "x.md").read_text()
-    assert "| a | bf16 | auto | 0.50 | 2.0 (1.0 to 3.0) |  | 5.0 (3.0 to 6.0) | 2.50 | 1.00 GiB |" in text
+    assert "| a | bf16 | auto | 0.50 | 2.0 (1.0 to 3.0) |  | 5.0 (3.0 to 6.0) | 1.5 | 4.0 | 2.50 | 1.00 GiB |" in text
     assert "**wrong**: error 1 \\| 2" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.md"]
 

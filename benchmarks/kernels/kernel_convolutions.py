@@ -152,6 +152,40 @@ def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Call
     return build
 
 
+def _stem(draw: Draw) -> Problem:
+    x, weight, bias, geometry, out = _stem_operands(draw)
+    return Problem(
+        ours=lambda: [kernels.conv2d(x, weight, bias, geometry, out=out)],
+        theirs=lambda: F.conv2d(x, weight, bias, stride=2, padding=3).relu_(),
+        exact=lambda: [F.conv2d(x.double(), weight.double(), bias.double(), stride=2, padding=3).relu()],
+        num_bytes=all_rows([x, weight, out]),
+        num_flops=_flops(weight, geometry.output_size),
+    )
+
+
+def _stem_gradient(draw: Draw) -> Problem:
+    x, weight, _, geometry, dy = _stem_operands(draw)
+
+    def backward(dy: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        mask = [False, True, True]
+        return list(torch.ops.aten.convolution_backward(dy, x, weight, [64], [2, 2], [3, 3], [1, 1], False, [0, 0], 1, mask)[1:])
+
+    return Problem(
+        ours=lambda: kernels.conv2d_weight_gradient(dy, None, x, weight, geometry),
+        theirs=lambda: backward(dy, x, weight),
+        exact=lambda: backward(dy.double(), x.double(), weight.double()),
+        num_bytes=all_rows([dy, x, weight]),
+        num_flops=_flops(weight, geometry.output_size),
+    )
+
+
+def _stem_operands(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Geometry, Tensor]:
+    """Input, weight, bias, geometry and an output of the first layer of a ResNet."""
+    window = KernelWindow(kernel=7, stride=2, padding=3)
+    geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    return draw.image(3), draw.weight(64, 3, 7, 7), draw.vector(64), geometry, draw.image(64, geometry.output_size)
+
+
 def _depthwise(draw: Draw) -> Problem:
     window = KernelWindow(kernel=7, padding=3)
     x, weight, bias = draw.image(96), draw.weight(96, 1, 7, 7), draw.vector(96)
@@ -233,6 +267,10 @@ def convolution_cases() -> list[Case]:
         add(f"{name} data gradient, relu", "conv2d", _data_gradient(num_in, num_out, pooled=False), size)
         add(f"{name} data gradient, relu pool", "conv2d", _data_gradient(num_in, num_out, pooled=True), size, (34, 46))
         add(f"{name} weight gradient, relu", "conv2d", _weight_gradient(num_in, num_out), size)
+    add("vgg 1_1 conv bias relu", "conv2d", _forward(3, 64), (2048, 2048))
+    add("vgg 1_1 weight gradient, relu", "conv2d", _weight_gradient(3, 64), (2048, 2048))
+    add("resnet stem conv bias relu", "conv2d", _stem, (2048, 2048))
+    add("resnet stem weight gradient", "conv2d", _stem_gradient, (2048, 2048))
     variants: tuple[LaunchVariant, ...] = ("small", "deep", "rows")
     for variant in variants:
         add_single(f"vgg 1_2 conv bias relu, {variant}", _forward(64, 64, variant=variant), torch.bfloat16, 2048)

@@ -95,7 +95,7 @@ def prepare_cublas(device: torch.device) -> None:
     """Let cuBLAS and cuBLASLt allocate their workspaces for this thread and the current stream, which they keep, outside of any pool.
 
     Cached memory returns to the device before the first one: the workspace would divide a larger block of a tensor, whose segment it then
-    occupies. On an H200 a workspace of 32 MiB occupied 50 MiB (``benchmarks/results/2026-11-27-h200-gpu-steps.md``).
+    occupies. On an H200 a workspace of 32 MiB occupied 50 MiB (``benchmarks/results/2026-11-28-h200-gpu-steps.md``).
     """
     place = (threading.get_ident(), device, torch.cuda.current_stream(device).cuda_stream)
     with torch.cuda.device(device):

@@ -29,7 +29,7 @@ _LIBRARY = KernelBackend(selector=None, fusion_device=FusionDevice(None))
 
 def _measured() -> tuple[KernelTable, GpuModel]:
     """The table of kernels and the rates that ``python -m sft tune`` measured."""
-    result = json.loads((_RESULTS / "2026-11-27-h200-gpu-table.json").read_text(encoding="utf-8"))
+    result = json.loads((_RESULTS / "2026-11-28-h200-gpu-table.json").read_text(encoding="utf-8"))
     rates = {name: value for name, value in result["rates"].items() if name != "format"}
     return KernelTable.from_json(json.dumps(result["table"])), dataclass_from_dict(GpuModel, rates)
 

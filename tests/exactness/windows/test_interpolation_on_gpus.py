@@ -206,7 +206,10 @@ def _on_gpu(function: Any, *arguments: Any, **keywords: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
 @pytest.mark.parametrize(("extents", "size"), _SIZES)
-def test_plans_agree_with_eager_pytorch_on_a_gpu(extents: tuple[int, int], size: tuple[int, int], mode: str, dtype: torch.dtype) -> None:
+def test_plans_agree_with_eager_pytorch_on_a_gpu(
+    extents: tuple[int, int], size: tuple[int, int], mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     model, x = seeded(lambda: _Net(size, mode)).to("cuda", dtype), image(1, 2, *extents).to("cuda", dtype)
     expected, tolerance = _step(model, x), 1e-10 if dtype == torch.float64 else 1e-3
     for options in (*_TILES, sft.Options(strategy="none")):

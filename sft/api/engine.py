@@ -22,7 +22,7 @@ from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_arguments import CallStructure
 from sft.api.call_signature import CallSignature, Shape, signature_of
-from sft.api.inputs import InputHint, InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, resolve_inputs
+from sft.api.inputs import InputHint, InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, floating_input, resolve_inputs
 from sft.api.memory_limits import MemoryLimits
 from sft.api.outputs import HostOutputs, OutputDestination
 from sft.api.pipeline import PreparedPlan
@@ -364,8 +364,10 @@ class Engine:
     ) -> tuple[tuple[ResolvedInput, ...], tuple[bool, ...]]:
         """The inputs as images, and for each whether it lacked channels."""
         dtype, device = self._dtype(snapshot), snapshot.device
-        if snapshot.dtype is None:  # the inputs determine it, as in eager PyTorch
-            dtype = next((value.dtype for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()), dtype)
+        if snapshot.dtype is None and (first := floating_input(inputs)) is not None:  # it decides, as in eager PyTorch
+            dtype = first.dtype
+            if not snapshot.tensors:
+                snapshot.device = device = first.device
         resolved = resolve_inputs(inputs, input_grad, dtype, device, casts=autocast_dtype(device) is not None)
         lacking = find_missing_channels([value.shape for value in resolved])
         return add_missing_channels(resolved, lacking), lacking

@@ -57,6 +57,7 @@ __all__ = [
     "check_extents",
     "examples_of",
     "find_missing_channels",
+    "floating_input",
     "hints_of",
     "is_streamable_input",
     "resolve_inputs",
@@ -180,6 +181,11 @@ class ResolvedInput:
 def is_streamable_input(value: object) -> bool:
     """True for inputs that are read in strips: arrays, slides and sources, but not tensors."""
     return not isinstance(value, Tensor) and (isinstance(value, (np.ndarray, Image, Source)) or is_chunked_array(value))
+
+
+def floating_input(values: Sequence[Any]) -> Tensor | None:
+    """The first tensor of floating-point numbers among the arguments of a call."""
+    return next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
 
 
 def resolve_inputs(

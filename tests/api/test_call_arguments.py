@@ -187,3 +187,14 @@ def test_arguments_that_are_neither_inputs_nor_constants_are_refused() -> None:
         net("slide.svs")
     with pytest.raises(sft.InputError, match="forward takes"):
         net(image(*_SHAPE), 2, 3)
+
+
+def test_a_model_without_tensors_computes_on_the_device_of_its_input() -> None:
+    net: Any = sft.compile(nn.MaxPool2d(2), (1, 3, 16, 16), budget="1GiB")
+    engine = net._sft_engine
+    for device in ("cpu", "meta"):
+        snapshot = engine._snapshot()
+        engine._resolve(snapshot, (torch.empty(1, 3, 16, 16, device=device),), None)
+        assert snapshot.device.type == device
+    with pytest.raises(sft.InputError, match="input 1 is on meta, the model on cpu"):
+        engine._resolve(engine._snapshot(), (torch.empty(1, 3, 16, 16), torch.empty(1, 3, 16, 16, device="meta")), None)

@@ -71,7 +71,6 @@ class _Pools(nn.Module):
         super().__init__()
         self.pools = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 1, ceil_mode=True), nn.MaxPool2d(3, 1, 1, dilation=2))
         self.last = nn.MaxPool2d(2, return_indices=True)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # on the device of the model
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, indices = self.last(self.pools(x))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sft.kernels.common import few_channels_blocks, row_blocks
 from sft.kernels.common_triton import (
+    check_reach,
     gradient_block,
     matmul,
     pixel_offset,
@@ -169,7 +170,12 @@ def launch_few_channels_gradient(
     accumulate: bool,
     block: tuple[int, int, int] | None,
 ) -> None:
-    """``launch_weight_gradient`` for fewer input channels of a group than the smallest block has."""
+    """``launch_weight_gradient`` for fewer input channels of a group than the smallest block has.
+
+    Raises:
+        UnsupportedError: the window reaches over ``2 ** 31`` elements or more, which offsets of 32 bits do not.
+    """
+    check_reach(x, geometry.axes)
     num_samples, _, rows, columns = gradient.shape
     if taps is not None:
         rows, columns = 2 * rows, 2 * columns

@@ -2,7 +2,7 @@
 
 The result has few elements and each sum many terms, so the pixels are split. Split s adds its sum to slot s of an fp32 buffer
 ``[splits, outputs, kh, kw, inputs of a group]``, or replaces it. Each slot is written by one program; at the end ``launch_reduce``
-(:mod:`sft.kernels.reduce.reduce_triton`) adds the slots in order. Two runs with the same tiles give the same bits.
+(:mod:`sft.kernels.reduce.reduce_triton`) adds the slots in a fixed order. Two runs with the same tiles give the same bits.
 
 Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, O output channels, C columns: channels of one tap. Layers with few
 channels have another kernel, :mod:`sft.kernels.conv.few_channels_grad2d_triton`.

@@ -221,7 +221,7 @@ class DataGradientCall(_ConvolutionCallBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGradientCall(_ConvolutionCallBase, GradientSumsCall):
-    """Contribution of a strip to the gradients of weight and bias: fp32 sums in slots, which are added up in their order.
+    """Contribution of a strip to the gradients of weight and bias: fp32 sums in slots, which are added up in a fixed order.
 
     Attributes:
         weight: shape of the weight, ``[outputs, inputs of a group, *kernel]``.

@@ -87,13 +87,14 @@ def test_blocks_of_depthwise_gradients(width: int, tmp_path: Path) -> None:
 @needs_triton
 def test_windows_beyond_32_bits_are_refused() -> None:
     from sft.kernels.common_triton import check_reach  # here, because it imports Triton
+    from sft.kernels.conv.weight_grad2d_triton import launch_weight_gradient
 
     window = KernelWindow(kernel=3, dilation=40, padding=40)
-    x = torch.empty(1, 100, 20_000_000, 1, device="meta").permute(0, 3, 1, 2)
+    geometry, x = Geometry.whole((200, 200), window, window), torch.empty(1, device="meta")
+    wide = x.as_strided((1, 8, 100, 20_000_000), (0, 1, 160_000_000, 8))
     with pytest.raises(UnsupportedError, match=r"kernels count up to 2,147,483,647"):
-        check_reach(x.expand(1, 8, 100, 20_000_000).as_strided((1, 8, 100, 20_000_000), (0, 1, 160_000_000, 8)), _axes(window))
-    check_reach(torch.empty(1, 20_480, 20_480, 64, device="meta").permute(0, 3, 1, 2), _axes(window))
-
-
-def _axes(window: KernelWindow) -> Any:
-    return Geometry.whole((200, 200), window, window).axes
+        check_reach(wide, geometry.axes)
+    gradient, slots = torch.empty(1, 4, 200, 200, device="meta"), torch.empty(2, 4, 3, 3, 8, device="meta")
+    with pytest.raises(UnsupportedError, match=r"kernels count up to 2,147,483,647"):
+        launch_weight_gradient(gradient, None, wide, slots, None, geometry, groups=1, precision="ieee")
+    check_reach(torch.empty(1, 20_480, 20_480, 64, device="meta").permute(0, 3, 1, 2), geometry.axes)

@@ -4,7 +4,7 @@ A slot has a shape and a dtype but no strides. Buffers of the lowering are chann
 necessary. ATen's operators propagate the layout of their first image. Tensors of the caller, such as the gradient of an output, have the
 caller's layout; a kernel reads a channels-last copy of them, which the program counts.
 
-On a CUDA device, images of 2^31 elements are too large for some of ATen's kernels for channels last. These calls get row-major copies.
+On a CUDA device, images of 2^31 elements are too large for some of ATen's kernels. These calls get row-major copies of blocks of channels.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.upsample_bilinear2d.default: 0,
     aten.upsample_nearest2d.default: 0,
 }
-#: Operators whose CUDA kernels for channels last count elements in 32 bits. They fail, or leave elements out, where those for row-major
-#: images do not (pytorch/pytorch#141831, #185788).
+#: Operators whose CUDA kernels for channels last count elements in 32 bits: they fail, or leave elements out (pytorch/pytorch#141831,
+#: #185788). Kernels of gradients for row-major images do so as well; those of results count the elements of a channel.
 _INDEXED_OPS = (
     aten.max_pool2d_with_indices_backward.default,
     aten.upsample_bilinear2d.default,
@@ -102,8 +102,10 @@ def match_large_images(context: MatchContext) -> Iterator[Rewrite]:
             # The gradient of a pool counts the elements of the result's gradient alone.
             indexed = images[:1] if function is aten.max_pool2d_with_indices_backward.default else [*images, out]
             if max(math.prod(slot.shape) for slot in indexed) >= _MIN_LARGE_ELEMENTS:
-                operator = RowMajorCall(str(function.overloadpacket).removeprefix("aten."))
-                scratch_bytes = sum(slot.num_bytes for slot in (*images, out))
+                name = str(function.overloadpacket).removeprefix("aten.")
+                operator = RowMajorCall.of(name, [slot.shape for slot in (*images, out)], _MIN_LARGE_ELEMENTS - 1)
+                share = operator.images_per_call * operator.channels_per_call / math.prod(out.shape[:2])
+                scratch_bytes = math.ceil(sum(slot.num_bytes for slot in (*images, out)) * share)
                 yield Rewrite(removed=frozenset((at,)), inserted={at: (call._replace(function=operator, scratch_bytes=scratch_bytes),)})
 
 

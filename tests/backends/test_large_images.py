@@ -68,6 +68,31 @@ def test_only_large_images_are_copied(name: str, shape: tuple[int, int, int, int
             assert all(math.prod(slot.shape) < 2**31 - 1 for slot in slots if slot is not None)
 
 
+def test_blocks_of_images_and_channels() -> None:
+    """Blocks of at most 1,000 elements of 3 x 8 images: whole images if several fit, channels of an image otherwise."""
+
+    def blocks(*shapes: tuple[int, ...]) -> tuple[int, int]:
+        call = RowMajorCall.of("upsample_nearest2d_backward", shapes, 1000)
+        return call.images_per_call, call.channels_per_call
+
+    assert blocks((3, 8, 2, 2), (3, 8, 4, 4)) == (3, 8)
+    assert blocks((3, 8, 4, 4), (3, 8, 8, 7)) == (2, 8)
+    assert blocks((3, 8, 8, 8), (3, 8, 16, 16)) == (1, 3)
+    assert blocks((3, 8, 32, 32), (3, 8, 64, 64)) == (1, 1)
+
+
+@pytest.mark.parametrize("limit", [99, 300, 700, 5000])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_blocks_of_a_gradient_are_its_whole(limit: int, align_corners: bool) -> None:
+    grad = torch.rand(3, 8, 9, 7, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    shape, scales = [3, 8, 4, 5], (None, None)
+    expected = _aten.upsample_bilinear2d_backward(grad, [9, 7], shape, align_corners, *scales)
+    call = RowMajorCall.of("upsample_bilinear2d_backward", [grad.shape, shape], limit)
+    result = call(grad, [9, 7], shape, align_corners, *scales)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
 def _step(model: Any, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = model(x)
@@ -78,9 +103,10 @@ def _step(model: Any, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("options", [sft.Options(strategy="none"), sft.Options(tile=(4, None))], ids=["plain", "strips"])
 @pytest.mark.parametrize("name", _UPSAMPLINGS)
-def test_copies_are_exact(name: str, options: sft.Options, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [100, 3000], ids=["blocks of a channel", "blocks of channels"])
+def test_copies_are_exact(name: str, limit: int, options: sft.Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
-    monkeypatch.setattr(memory_format, "_MIN_LARGE_ELEMENTS", 100)
+    monkeypatch.setattr(memory_format, "_MIN_LARGE_ELEMENTS", limit)
     model, x = seeded(lambda: _network(_UPSAMPLINGS[name])), image(2, 3, 21, 17).contiguous(memory_format=torch.channels_last)
     net: Any = sft.compile(copy.deepcopy(model), x.requires_grad_(), budget="1GiB", options=options)
     for mine, other in zip(_step(net, x.detach()), _step(model, x.detach()), strict=True):
@@ -88,9 +114,12 @@ def test_copies_are_exact(name: str, options: sft.Options, monkeypatch: pytest.M
     regions = [prepared.region for prepared in net._sft_engine.plan_cache.prepared.values()]
     programs = [program for region in regions for segment in region.segments for program in getattr(segment, "lowered_programs", ())]
     calls = [call for program in programs for call in program.instructions]
-    assert any(isinstance(call.function, RowMajorCall) for call in calls)
+    blocks = [call.function.channels_per_call for call in calls if isinstance(call.function, RowMajorCall)]
+    assert blocks
+    assert (max(blocks) == 1) is (limit == 100)
+    assert min(blocks) < 16
     indexed = [call for call in calls if call.function in memory_format._INDEXED_OPS]
-    assert all(math.prod(slots_of(call)[0].shape) < 100 for call in indexed)
+    assert all(math.prod(slots_of(call)[0].shape) < limit for call in indexed)
 
 
 @pytest.mark.gpu

@@ -32,13 +32,35 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class RowMajorCall:
-    """An operator of ATen on row-major copies of images, with a result channels last.
+    """An operator of ATen on row-major copies of images, with a result channels last. Each call gets a block of images and channels.
+
+    All images, the result as well, have the same number of images and channels, and each channel is computed by itself: upsampling,
+    pools, and their gradients.
 
     Attributes:
         operator: its name, such as ``upsample_bilinear2d``; it has one result.
+        images_per_call: images of a block.
+        channels_per_call: channels of a block.
     """
 
     operator: str
+    images_per_call: int
+    channels_per_call: int
+
+    @classmethod
+    def of(cls, operator: str, shapes: Sequence[Sequence[int]], max_elements: int) -> RowMajorCall:
+        """The call with the largest blocks of at most so many elements, but of one channel at least.
+
+        Args:
+            operator: name of the operator.
+            shapes: of all images.
+            max_elements: of a block of any of the images.
+        """
+        images, channels = shapes[0][:2]
+        channel_elements = max(math.prod(shape[2:]) for shape in shapes)
+        channels_per_call = min(channels, max(1, max_elements // channel_elements))
+        images_per_call = min(images, max(1, max_elements // (channels * channel_elements)))
+        return cls(operator, images_per_call, channels_per_call)
 
     @property
     def function(self) -> Any:
@@ -46,10 +68,40 @@ class RowMajorCall:
         return getattr(aten, self.operator).default
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """Call the operator."""
-        copies = (each.contiguous() if isinstance(each, Tensor) and each.dim() == 4 else each for each in arguments)
-        result: Tensor = self.function(*copies)
-        return result.contiguous(memory_format=torch.channels_last)
+        """Call the operator, once for each block."""
+        images, channels = next(each for each in arguments if _is_image(each)).shape[:2]
+        if (self.images_per_call, self.channels_per_call) == (images, channels):
+            return self._block(arguments).contiguous(memory_format=torch.channels_last)
+        result: Tensor | None = None
+        for image in range(0, images, self.images_per_call):
+            for channel in range(0, channels, self.channels_per_call):
+                window = (slice(image, image + self.images_per_call), slice(channel, channel + self.channels_per_call))
+                block = self._block([_block_argument(each, window) for each in arguments])
+                if result is None:
+                    shape = (images, channels, *block.shape[2:])
+                    result = torch.empty(shape, dtype=block.dtype, device=block.device, memory_format=torch.channels_last)
+                result[window] = block
+                del block  # before the next one is computed
+        assert result is not None
+        return result
+
+    def _block(self, arguments: Sequence[Any]) -> Tensor:
+        result: Tensor = self.function(*(each.contiguous() if _is_image(each) else each for each in arguments))
+        return result
+
+
+def _is_image(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dim() == 4
+
+
+def _block_argument(argument: Any, window: tuple[slice, slice]) -> Any:
+    """The argument of a call for a block: of images, and of the shape of an image, the images and channels of the block."""
+    if _is_image(argument):
+        return argument[window]
+    if isinstance(argument, (list, tuple)) and len(argument) == 4:  # input_size of gradients of upsampling
+        sizes = (len(range(size)[each]) for size, each in zip(argument[:2], window, strict=True))
+        return [*sizes, *argument[2:]]
+    return argument
 
 
 def average_pool_gradient(

@@ -183,7 +183,7 @@ def test_pools_interpolation_and_copies_of_columns_take_their_elements() -> None
 def test_calls_on_row_major_copies_take_the_time_of_their_operator(mode: str, operator: str) -> None:
     enlarged = nn.Upsample(scale_factor=2, mode=mode)
     programs = plain_programs(problem_of(nn.Sequential(enlarged).requires_grad_(False), (1, 64, 256, 256), training=False))
-    row_major = RowMajorCall(operator)
+    row_major = RowMajorCall(operator, images_per_call=1, channels_per_call=64)
     (call,) = (call for program in programs for call in program.instructions if call.function is row_major.function)
     copied = call._replace(function=row_major)
     assert H200.instruction_times(copied) == H200.instruction_times(call)

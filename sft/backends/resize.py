@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -182,7 +182,8 @@ def match_resizes(context: MatchContext) -> Iterator[Rewrite]:
         if resize is None or not all(resize.x.shape):
             continue
         _extend_pass(context, resize)
-        rewrite = _rewrite_resize(context, resize)
+        rewrites = (_rewrite_resize(context, each) for each in (_with_cast(context, resize), resize) if each is not None)
+        rewrite = next(filter(None, rewrites), None)
         if rewrite is not None:
             yield rewrite
 
@@ -210,6 +211,21 @@ def _extend_pass(context: MatchContext, resize: _ResizePass) -> None:
             return
         resize.positions.append(at)
         resize.spans, resize.origin, resize.value = spans, origin, value
+
+
+def _with_cast(context: MatchContext, resize: _ResizePass) -> _ResizePass | None:
+    """The group with the cast of its input to fp32, in which the kernel sums in any case; None if there is no such cast."""
+    def_use = context.def_use
+    at = def_use.makers.get(resize.x.number)
+    if at is None or not context.is_unclaimed(at, aten._to_copy.default) or resize.x.dtype != torch.float32:
+        return None
+    cast, positions = def_use.instructions[at], [at, *resize.positions]
+    image: Slot = cast.arguments[0]
+    if cast.keywords.keys() != {"dtype"} or image.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if not def_use.is_private(resize.x, positions) or not def_use.can_move_to(positions, positions[-1]):
+        return None
+    return replace(resize, positions=positions, x=image)
 
 
 def selects_resize(

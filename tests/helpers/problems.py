@@ -24,16 +24,28 @@ __all__ = ["problem_of", "problems_of", "with_resources", "with_sized"]
 Shape = tuple[int, int, int, int]
 
 
-def problem_of(model: nn.Module, shape: Shape, *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes) -> PlanningProblem:
-    """The model at one input size in float32; in training every parameter needs a gradient, the input does not."""
-    return problems_of(model, [shape], training=training, passes=passes)[0]
+def problem_of(
+    model: nn.Module,
+    shape: Shape,
+    *,
+    training: bool,
+    passes: Callable[[Graph], Graph] = infer_attributes,
+    dtype: torch.dtype = torch.float32,
+) -> PlanningProblem:
+    """The model at one input size; in training every parameter needs a gradient, the input does not."""
+    return problems_of(model, [shape], training=training, passes=passes, dtype=dtype)[0]
 
 
 def problems_of(
-    model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes
+    model: nn.Module,
+    shapes: Sequence[Shape],
+    *,
+    training: bool,
+    passes: Callable[[Graph], Graph] = infer_attributes,
+    dtype: torch.dtype = torch.float32,
 ) -> list[PlanningProblem]:
     """Problems of a model at several sizes, from one capture."""
-    captured = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
+    captured = capture(model, [shapes[0]], [dtype], torch.device("cpu"))
     phases = find_phases(passes(captured.graph))
     requires_grad: set[str] = set()
     for node in phases.graph.nodes if training else ():

@@ -67,8 +67,8 @@ def test_gradients_read_half_precision(mode: str) -> None:
     for call, before in calls:
         operand = _operand(call)
         assert operand.dtype == torch.bfloat16
-        casts = [each for each in before if each.function is _aten._to_copy.default and each.outputs[0].dtype == torch.float32]
-        assert not any(each.outputs[0].shape == operand.shape for each in casts if each.outputs[0] is not None)
+        casts = [out for each in before if each.function is _aten._to_copy.default for out in each.outputs if out is not None]
+        assert not any(cast.shape == operand.shape and cast.dtype == torch.float32 for cast in casts)
 
 
 def test_gradients_read_a_copy_if_only_that_kernel_is_selected() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocation_history import PlanRecorder, recorded_history, write_allocations
 from step_cases import StepCase, case_budget, compiled, draw_input, file_input, make_network, step_cases, training_step
 from step_processes import Turns, run_in_processes
 
@@ -171,8 +172,10 @@ def _time_step(
     model = make_network(case, dtype, device)
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
+    plans = PlanRecorder()
     started = time.perf_counter()
-    net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
+    with plans.recording():
+        net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
     record.planning_seconds = time.perf_counter() - started
     if 1 < budget_bytes < net.plan.budget_bytes:
         record.note = f"smallest budget with a plan, {format_bytes(net.plan.budget_bytes)} in place of {format_bytes(budget_bytes)}"
@@ -180,7 +183,10 @@ def _time_step(
         return
     with turns.timed:
         step = functools.partial(training_step, net, x)
-        _measure_memory(case, record, net, step, reserved_before, device)
+        with recorded_history(device):
+            _measure_memory(case, record, net, step, reserved_before, device)
+            if record.status == "wrong" and device.type == "cuda":
+                write_allocations(_result_stem(record, options), plans.simulated(net.plan.projected_peak_bytes))
         # Not before: its tensors would share segments of the allocator with ours.
         steps = [make_plain()] if record.plain_allocated_bytes else []
         _measure_times(record, step, steps, device, options)
@@ -226,7 +232,7 @@ def _measure_times(
     record.queued_seconds, record.plain_queued_seconds = queued[-1], queued[0] if plain_steps else None
     if options.trace is not None and (not options.trace or record.name in options.trace):
         try:
-            _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
+            _write_trace(step, device, _result_stem(record, options))
         except Exception as error:  # a trace is an extra
             record.note = f"{record.note}; no trace: {_first_line(error)}".removeprefix("; ")
 
@@ -272,8 +278,10 @@ def _measure_queued(step: Callable[[], object], rounds: int, wait: Callable[[], 
     return (time.perf_counter() - started) / rounds
 
 
-def _file_name(record: StepRecord) -> str:
-    return "-".join(f"{record.name} {record.dtype} {record.backend}".replace(",", "").lower().split())
+def _result_stem(record: StepRecord, options: argparse.Namespace) -> Path:
+    """Path of the files of a case, without an extension."""
+    name = "-".join(f"{record.name} {record.dtype} {record.backend}".replace(",", "").lower().split())
+    return Path(options.out, f"{datetime.date.today().isoformat()}-{options.name}-{name}")
 
 
 def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -> None:

@@ -119,7 +119,7 @@ def conv_layer_at(
         geometry: stride, padding, dilation, is-transposed, output padding and groups of the call.
     """
     stride, padding, dilation, is_transposed, _, groups = geometry
-    numbers = context.selector.number_format_of(x.dtype)
+    numbers = context.selector.number_format_of(x.dtype, multiplies=True)
     dtypes = {slot.dtype for slot in (x, weight, bias) if slot is not None}
     if is_transposed or numbers is None or len(dtypes) > 1 or len(x.shape) not in (4, 5) or (len(x.shape) == 5 and groups > 1):
         return None

@@ -15,7 +15,17 @@ import torch
 
 from sft.kernels.common import LaunchVariant, has_few_channels
 
-__all__ = ["AlwaysKernel", "KernelSelector", "NoKernels", "NumberFormat", "ShapeClass", "launch_variants", "pixel_class", "storage_format"]
+__all__ = [
+    "AlwaysKernel",
+    "KernelSelector",
+    "NoKernels",
+    "NumberFormat",
+    "ShapeClass",
+    "launch_variants",
+    "multiplies",
+    "pixel_class",
+    "storage_format",
+]
 
 #: Format of stored and multiplied numbers. ``tf32`` is fp32 whose products round operands to ten bits, as PyTorch does where allowed.
 NumberFormat = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -73,6 +83,11 @@ class ShapeClass:
         return ", ".join((*words, f"about {self.pixels} pixels"))
 
 
+def multiplies(operator: str) -> bool:
+    """True for an operation that multiplies matrices: a convolution or one of its gradients. TF32 changes no other one."""
+    return operator.startswith("conv")
+
+
 def launch_variants(shape_class: ShapeClass) -> tuple[LaunchVariant, ...]:
     """Launch variants of the kernels of a class, the default first: those that compile without spills, or with few
     (``tests/kernels/table_registers.json`` has the bytes).
@@ -104,8 +119,13 @@ class KernelSelector(Protocol):
     def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
         """Launch variant of a selected kernel, one of :func:`launch_variants`."""
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """Number format of elements of a dtype; None for a dtype without kernels."""
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
+        """Number format of elements of a dtype; None for a dtype without kernels.
+
+        Args:
+            dtype: the dtype.
+            multiplies: true for products of matrices, such as convolutions, which may round operands of fp32.
+        """
 
 
 _NUMBER_FORMATS: dict[torch.dtype, NumberFormat] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -134,9 +154,9 @@ class AlwaysKernel:
         """The default variant."""
         return "default"
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
         """The format that elements are stored in, or ``tf32``."""
-        return storage_format(dtype, allows_tf32=self.allows_tf32)
+        return storage_format(dtype, allows_tf32=self.allows_tf32 and multiplies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +171,6 @@ class NoKernels:
         """The default variant."""
         return "default"
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
         """No format: no dtype has kernels."""
         return None

@@ -43,7 +43,7 @@ class Never:
     def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
         return "default"
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
         return storage_format(dtype, allows_tf32=False)
 
 
@@ -213,10 +213,11 @@ def test_products_of_single_precision_follow_the_switches_of_torch(settings: Any
     monkeypatch.setattr(torch, "backends", settings)
     backend = backend_for("triton", torch.device("cuda"))
     assert isinstance(backend, KernelBackend) and backend.selector is not None
-    assert backend.selector.number_format_of(torch.float32) == ("tf32" if allowed else "float32")
+    assert backend.selector.number_format_of(torch.float32, multiplies=True) == ("tf32" if allowed else "float32")
+    assert backend.selector.number_format_of(torch.float32) == "float32"
     on_cpu = backend_for("triton", torch.device("cpu"))
     assert isinstance(on_cpu, KernelBackend) and on_cpu.selector is not None
-    assert on_cpu.selector.number_format_of(torch.float32) == "float32"
+    assert on_cpu.selector.number_format_of(torch.float32, multiplies=True) == "float32"
 
 
 @pytest.mark.parametrize("allowed", [True, False])

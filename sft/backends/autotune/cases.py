@@ -157,8 +157,8 @@ class _SingleClassSelector:
     def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
         return "default"
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        return storage_format(dtype, allows_tf32=self.allows_tf32)
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
+        return storage_format(dtype, allows_tf32=self.allows_tf32 and multiplies)
 
 
 @dataclass(kw_only=True)

@@ -15,14 +15,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from sft.backends.selector import NumberFormat, ShapeClass, storage_format
+from sft.backends.selector import NumberFormat, ShapeClass, multiplies, storage_format
 from sft.common.atomic_files import atomic_write
 from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
@@ -176,9 +176,11 @@ class KernelTable:
                 raise InputError(f"it is not of format {_FORMAT_VERSION}")
             if "entries" not in data:
                 raise InputError("it has no entries")
-            return dataclass_from_dict(cls, data)
+            table = dataclass_from_dict(cls, data)
         except InputError as error:
             raise InputError(f"cannot read the kernel table: {error}; make one with python -m sft tune") from error
+        renamed = {_stored_class(entry.shape_class): entry for entry in table.entries}
+        return replace(table, entries=tuple(replace(entry, shape_class=shape_class) for shape_class, entry in renamed.items()))
 
     def save(self, path: Path) -> None:
         """Write the table atomically.
@@ -188,6 +190,12 @@ class KernelTable:
         """
         with atomic_write(path, parents=True) as temporary:
             temporary.write_text(self.to_json(), encoding="utf-8")
+
+
+def _stored_class(shape_class: ShapeClass) -> ShapeClass:
+    """The class, in the format that elements are stored in if nothing is multiplied: older tables have ``tf32`` there."""
+    is_stored = shape_class.numbers == "tf32" and not multiplies(shape_class.operator)
+    return replace(shape_class, numbers="float32") if is_stored else shape_class
 
 
 def table_name(device: str, triton: str) -> str:
@@ -257,6 +265,6 @@ class TableSelector:
         entry = self.table.entry(shape_class)
         return "default" if entry is None else entry.variant
 
-    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """The format that elements are stored in, or tf32 for fp32 where allowed."""
-        return storage_format(dtype, allows_tf32=self.allows_tf32)
+    def number_format_of(self, dtype: torch.dtype, *, multiplies: bool = False) -> NumberFormat | None:
+        """The format that elements are stored in, or tf32 for products of fp32 where allowed."""
+        return storage_format(dtype, allows_tf32=self.allows_tf32 and multiplies)

@@ -54,6 +54,20 @@ def test_a_table_survives_json() -> None:
     assert [entry.fastest for entry in table.entries] == ["triton", "aten"]
 
 
+def test_tf32_is_a_format_of_products_alone() -> None:
+    """An operation without products runs the same kernel whether or not TF32 is allowed; older tables had two names for it."""
+    pool = replace(_ENTRY, shape_class=replace(_CLASS, operator="max pool", fused=(), numbers="tf32"))
+    product = replace(_ENTRY, shape_class=replace(_CLASS, numbers="tf32"), error=1e-4)
+    table = KernelTable.from_json(_TABLE.including([pool, product]).to_json())
+    assert [entry.shape_class.numbers for entry in table.entries] == ["bfloat16", "float32", "tf32"]
+    for allows_tf32 in (True, False):
+        selector = TableSelector(table=table, allows_tf32=allows_tf32)
+        numbers = selector.number_format_of(torch.float32)
+        assert numbers is not None
+        assert selector.selects_kernel(replace(pool.shape_class, numbers=numbers))
+        assert selector.number_format_of(torch.float32, multiplies=True) == ("tf32" if allows_tf32 else "float32")
+
+
 def test_lookup_takes_the_nearest_number_of_pixels_within_a_limit() -> None:
     slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
     selector = TableSelector(table=_TABLE.including([slow]))

@@ -24,6 +24,7 @@ from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction,
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import KernelSelector, ShapeClass, pixel_class
 from sft.kernels.resize.tile_axis import BandTable, LinearAxis
+from sft.lower.concat import DimSlice, cat_slices, cat_slices_into
 from sft.lower.program import Instruction, Slot
 from sft.lower.row_gather import upload_table
 from sft.lower.rules.resampled_range import ResampledRange
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 
 #: with more terms for an element of the result it is faster to resample one axis after the other
 _MAX_TERMS = 36
+_CHANNELS = 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,8 +265,85 @@ def _rewrite_resize(context: MatchContext, resize: _ResizePass) -> Rewrite | Non
         return None
     call = ResizeCall(height=resize.spans[0], width=resize.spans[1])
     image, body = context.to_channels_last(resize.x, owner)
+    concat = _following_concat(context, resize)
+    if concat is None:
+        positions, before, after = resize.positions, [allocation(out, owner)], list[Instruction]()
+    else:
+        positions = [*resize.positions, concat.at]
+        out, before, after = concat.instructions(context)
     launch = kernel_instruction(
         call.run, out, image, resize.origin, writes=(out,), owner=owner, scratch_bytes=call.scratch_bytes(out.shape)
     )
-    last = resize.positions[-1]
-    return Rewrite(removed=frozenset(resize.positions), inserted={last: (*body, allocation(out, owner), launch)})
+    return Rewrite(removed=frozenset(positions), inserted={positions[-1]: (*body, *before, launch, *after)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Concat:
+    """Concatenation of channels, one range of which the kernel writes in place.
+
+    Attributes:
+        at: its position.
+        call: its instruction.
+        out: the result.
+        is_made: true if the instruction makes the result, false if it writes into a buffer.
+        slots: its operands.
+        spans: the slices of each.
+        index: position of the kernel's result among the operands.
+    """
+
+    at: int
+    call: Instruction
+    out: Slot
+    is_made: bool
+    slots: tuple[Slot, ...]
+    spans: tuple[tuple[DimSlice, ...], ...]
+    index: int
+
+    def instructions(self, context: MatchContext) -> tuple[Slot, list[Instruction], list[Instruction]]:
+        """The range that the kernel writes, the instructions that make it, and those that copy the other operands after the kernel."""
+        owner = self.call.owner
+        target, view = self._range(context, self.index, self.index + 1)
+        before = [allocation(self.out, owner), view] if self.is_made else [view]
+        after: list[Instruction] = []
+        for first, last in ((0, self.index), (self.index + 1, len(self.slots))):
+            if first < last:
+                copied, view = self._range(context, first, last)
+                arguments = (copied, self.slots[first:last], self.spans[first:last], _CHANNELS)
+                after += [view, Instruction(cat_slices_into, arguments, {}, (), (copied,), 0, 0, 0, owner)]
+        return target, before, after
+
+    def _range(self, context: MatchContext, first: int, last: int) -> tuple[Slot, Instruction]:
+        """A view of the channels of some operands in the result, and the instruction that makes it."""
+        start, stop = (sum(slot.shape[_CHANNELS] for slot in self.slots[:index]) for index in (first, last))
+        shape = (*self.out.shape[:_CHANNELS], stop - start, *self.out.shape[_CHANNELS + 1 :])
+        view = context.builder.slot(shape, self.out.dtype, self.out.root)
+        return view, Instruction(aten.slice.Tensor, (self.out, _CHANNELS, start, stop), {}, (view,), (), 0, 0, 0, self.call.owner)
+
+
+def _following_concat(context: MatchContext, resize: _ResizePass) -> _Concat | None:
+    """The concatenation of channels that alone reads the result: the kernel writes into its result, and no copy is made."""
+    def_use, value = context.def_use, resize.value
+    at = next((user for user in def_use.users(value) if user > resize.positions[-1]), None)
+    if at is None or at in context.claimed or not def_use.is_private(value, [*resize.positions, at]):
+        return None
+    call = def_use.instructions[at]
+    spans: Sequence[Sequence[DimSlice]] | None = None
+    if call.function is cat_slices_into:
+        out, slots, spans, dim = call.arguments
+    elif call.function is cat_slices:
+        (slots, spans, dim), (out,) = call.arguments, call.outputs
+    elif call.function is aten.cat.out:
+        (slots, dim), out = call.arguments, call.keywords["out"]
+    elif call.function is aten.cat.default:
+        (slots, dim), (out,) = call.arguments, call.outputs
+    else:
+        return None
+    spans = [()] * len(slots) if spans is None else spans
+    index = [slot.number for slot in slots].index(value.number)
+    is_range = dim == _CHANNELS and not spans[index] and sum(slot.number == value.number for slot in slots) == 1
+    if not is_range or {slot.dtype for slot in slots} != {out.dtype} or not context.is_channels_last(out) or out.root == resize.x.root:
+        return None
+    if not def_use.can_move_to([*resize.positions, at], at):
+        return None
+    slices = tuple(tuple(each) for each in spans)
+    return _Concat(at=at, call=call, out=out, is_made=bool(call.outputs), slots=tuple(slots), spans=slices, index=index)

@@ -24,6 +24,7 @@ from triton.runtime.interpreter import GridExecutor
 import sft
 from sft.analysis.passes import fold_norms
 from sft.api.engine import Engine
+from sft.backends import conv_calls, selector
 from sft.backends.autotune.benchmark import verify_on
 from sft.backends.autotune.cases import CaseCollector
 from sft.common.memory import measure_peak
@@ -70,6 +71,17 @@ def _large_blocks() -> None:
 
 
 _large_blocks()
+
+
+def _few_channels_of_images() -> None:
+    """Only layers of images with three channels have the kernels of few channels. These loop over the elements of a window, which takes the
+    interpreter long, and the other layers of these networks are narrow, too.
+    """
+    for module in (conv2d_triton, conv2d_weight_gradient_triton, selector, conv_calls):
+        vars(module)["has_few_channels"] = lambda num_channels: num_channels < 4
+
+
+_few_channels_of_images()
 
 
 def _calls(net: Any) -> dict[str, int]:

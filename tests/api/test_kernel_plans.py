@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,36 @@ def test_kernels_make_no_plan_slower(monkeypatch: pytest.MonkeyPatch, name: str,
     if name == "u-net":  # interpolation is the larger share of its time
         assert _kernels(plan) and plan.replays_passes
         assert plan.estimated_seconds < 0.8 * plain.estimated_seconds
+
+
+def _step(name: str) -> dict[str, Any]:
+    """The newest measured step of a case with ATen's operators, in half precision on an H200."""
+    steps = json.loads(max(_RESULTS.glob("*-h200-gpu-steps.json")).read_text(encoding="utf-8"))["steps"]
+    (step,) = (step for step in steps if (step["name"], step["dtype"], step["backend"]) == (name, "bf16", "aten"))
+    return dict(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "step_name"),
+    [
+        ("vgg16", "1.2GiB", "vgg16 step in 1.2 GiB"),
+        ("resnet18 in training", "8GiB", "resnet18 training step in 8 GiB"),
+        ("resnet18 in training", "500MiB", "resnet18 training step in 500 MiB"),
+        ("u-net", "1GiB", "u-net step in 1 GiB"),
+        ("u-net", "700MiB", "u-net step in 700 MiB"),
+    ],
+    ids=["vgg16", "untiled training", "training", "u-net", "u-net in less"],
+)
+def test_modelled_steps_take_the_measured_time(monkeypatch: pytest.MonkeyPatch, name: str, budget: str, step_name: str) -> None:
+    """Within 20 %, and as a multiple of the untiled plan within 20 % of the multiple of eager PyTorch's step."""
+    rates, step = _measured()[1], _step(step_name)
+    monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
+    monkeypatch.setattr(problem_builder, "backend_for", lambda *_: _LIBRARY)
+    plan = sft.plan(_network(name), (1, 3, 2048, 2048), budget=budget, device="cuda")
+    untiled = sft.plan(_network(name), (1, 3, 2048, 2048), budget="4TiB", device="cuda", options=sft.Options(strategy="none"))
+    measured, eager = step["seconds"][1], step["plain_seconds"][1]
+    assert 1 / 1.2 < plan.estimated_seconds / measured < 1.2
+    assert 1 / 1.2 < (plan.estimated_seconds / untiled.estimated_seconds) / (measured / eager) < 1.2
 
 
 @pytest.mark.parametrize(("scale", "length", "uploads"), [(2.0, 32, False), (None, 64, False), (3.0, 48, True), (None, 17, True)])

@@ -43,6 +43,10 @@ _LINK_BYTES_PER_SECOND = 1e10
 #: (benchmarks/results/2026-11-27-h200-gpu-kernels.md), of which the bytes take 38 and 76 at the 55 GB/s of large copies. Rounded up for
 #: gaps between copies.
 _COPY_SECONDS = 1.5e-5
+#: Seconds of a step on a GPU in which the device waits for the host: until the first kernels of both passes, and after the last. Steps of
+#: seven plans take 1.0 to 2.0 ms longer one by one than queued (benchmarks/results/2026-11-28-h200-gpu-steps.md). They are the same for all
+#: plans of a model, but count in ratios of steps of some milliseconds.
+_STEP_SECONDS = 1.4e-3
 #: Bytes per second, as the network gets them, of an input that one core decodes and normalises, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9
 
@@ -96,6 +100,11 @@ class DeviceRates:
     def flops_per_second(self) -> float:
         """FLOPs per second, to the nearest power of ten."""
         return self.search_flops_per_second or _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step besides its schedule ops."""
+        return _STEP_SECONDS if self.device_type == "cuda" else 0.0
 
     def with_reading(self, seconds: float, read_bytes: float) -> float:
         """Seconds of a pass that computes for ``seconds`` and reads inputs at the same time: on the CPU both share the cores."""

@@ -41,12 +41,12 @@ def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice],
                 peak_bytes=record.peak_bytes,
                 end_bytes=record.end_bytes,
                 flops=record.flops,
-                estimated_seconds=op_seconds(record),
+                estimated_seconds=op_seconds(record) + (0.0 if position else rates.step_seconds),
                 copied_bytes=record.copied_bytes,
                 waits_for=record.waits_for,
                 weight_bytes=record.up_bytes + record.down_bytes,
             )
-            for record in projection.op_records
+            for position, record in enumerate(projection.op_records)
         )
     )
 

@@ -15,12 +15,14 @@ from torch import nn
 from sft.lower.builder import ProgramBuilder
 from sft.lower.custom_ops.windows import RowMajorCall
 from sft.lower.program import Program
+from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
 from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.gpu_models import H100, H200
 from sft.planner.cost.gpu_time import GpuModel
 from sft.planner.projection import plain_programs
 from tests.helpers.problems import problem_of
 
+aten, _batch_norm = torch.ops.aten, BATCH_NORM_FUNCTIONS[0]
 #: A GPU without floors and host times.
 _IDEAL = replace(
     H100,
@@ -85,7 +87,7 @@ def test_biases_and_reductions_are_kernels_of_their_own() -> None:
 def test_kernels_in_graphs_have_a_lower_floor() -> None:
     problem = problem_of(nn.Sequential(*(nn.ReLU() for _ in range(50))), (1, 3, 8, 8), training=False)
     (program,) = (program for program in plain_programs(problem))
-    assert H100.seconds(program, replays=True) == pytest.approx(50 * H100.min_replayed_seconds, rel=0.2)
+    assert H100.seconds(program, replays=True) == pytest.approx(50 * 1.6 * H100.min_replayed_seconds, rel=0.2)
     assert H100.seconds(program) > 10 * H100.seconds(program, replays=True)
 
 
@@ -141,7 +143,8 @@ def test_rates_are_the_measured_ones(name: str, model: GpuModel) -> None:
         rates = measured["bf16 32 -> 32, 512 x 2048"]
         pairs["32 forward"] = (model.flops_per_second(torch.bfloat16, 32), rates["forward, no bias"]["TFLOP/s"] * 1e12, near)
         pairs["32 weight"] = (model.flops_per_second(torch.bfloat16, 32, "weight"), rates["weight"]["TFLOP/s"] * 1e12, near)
-    for channels, columns in ((64, 2048), (128, 1024), (256, 512), (512, 256)):
+    sizes = ((64, 2048), (128, 1024), (256, 512), (512, 256))
+    for channels, columns in sizes:
         rates = measured[f"bf16 {channels} -> {channels}, 512 x {columns}"]
         pairs[f"{channels} forward"] = (
             model.flops_per_second(torch.bfloat16, channels),
@@ -150,24 +153,55 @@ def test_rates_are_the_measured_ones(name: str, model: GpuModel) -> None:
         )
         for direction in ("data", "weight"):
             rate = model.flops_per_second(torch.bfloat16, channels, direction)
-            pairs[f"{channels} {direction}"] = (rate, rates[direction]["TFLOP/s"] * 1e12, near)
+            widest = [measured[f"bf16 {narrower} -> {narrower}, 512 x {size}"] for narrower, size in sizes if narrower <= channels]
+            pairs[f"{channels} {direction}"] = (rate, max(each[direction]["TFLOP/s"] for each in widest) * 1e12, near)
         single = measured[f"fp32 TF32 {channels} -> {channels}, 512 x {columns}"]["forward, no bias"]["TFLOP/s"] * 1e12
         pairs[f"{channels} TF32"] = (model.flops_per_second(torch.float32, channels), single, 1.2)
     wrong = {name: pair for name, pair in pairs.items() if not 1 / pair[2] <= pair[0] / pair[1] <= pair[2]}
     assert not wrong
 
 
-def test_pools_take_the_time_of_traces() -> None:
-    """The pool of an untiled ResNet-18 reads 64 x 1024 x 1024 elements; its gradient writes them."""
-    num_elements = 64 * 1024**2
-    for gpu, model in (("h100", H100), ("h200", H200)):
-        texts = [path.read_text() for path in sorted(_RESULTS.glob(f"*-{gpu}-gpu-kernels.md"))]
-        newest = next(text for text in reversed(texts) if "| resnet18-training" in text)
-        rows = [[cell.strip() for cell in line.split("|")] for line in newest.splitlines() if line.startswith("| resnet18-training")]
-        forward, backward = (next(row for row in rows if f"max_pool_{kind}_nhwc" in row[2]) for kind in ("forward", "backward"))
-        assert forward[3] == backward[3] == "1"
-        assert num_elements / model.pooled_elements_per_second == pytest.approx(1e-3 * float(forward[4]), rel=0.15)
-        assert num_elements / model.gathered_elements_per_second == pytest.approx(1e-3 * float(backward[4]), rel=0.15)
+def _rows(gpu: str, step: str) -> list[tuple[str, int, float]]:
+    """Kernels, calls and seconds of a step in the newest trace of it."""
+    texts = [path.read_text() for path in sorted(_RESULTS.glob(f"*-{gpu}-gpu-kernels.md"))]
+    newest = next(text for text in reversed(texts) if step in text)
+    rows = [[cell.strip() for cell in line.split("|")] for line in newest.splitlines() if step in line]
+    names = sorted({row[1] for row in rows})
+    return [(row[2], int(row[3]), 1e-3 * float(row[4])) for row in rows if row[1] == names[0]]
+
+
+@pytest.mark.parametrize(("gpu", "model"), [("h100", H100), ("h200", H200)])
+def test_pools_and_norms_take_the_time_of_traces(gpu: str, model: GpuModel) -> None:
+    """Of an untiled ResNet-18, whose norms have 1, 4 and three times 5 images of 64, 64, 128, 256 and 512 channels."""
+    rows = _rows(gpu, "resnet18-training-step-in-8-gib")
+    builder = ProgramBuilder(dtype=torch.bfloat16)
+    image, window = builder.port("source", "x", (1, 64, 1024, 1024)), ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    pooled, indices = builder.slot((1, 64, 512, 512)), builder.slot((1, 64, 512, 512), torch.int64)
+    builder.call_many(aten.max_pool2d_with_indices.default, (image, *window), (pooled, indices))
+    builder.call(aten.max_pool2d_with_indices_backward.default, pooled, image, *window, indices, shape=image.shape)
+    for channels, size in [(64, 1024), *4 * [(64, 512)], *5 * [(128, 256)], *5 * [(256, 128)], *5 * [(512, 64)]]:
+        _add_norm(builder, (1, channels, size, size))
+    seconds: dict[str, float] = {}
+    for call in builder.instructions:
+        seconds[str(call.function)] = seconds.get(str(call.function), 0.0) + model.instruction_times(call, replays=True)[1]
+    traced = {
+        "aten.max_pool2d_with_indices.default": ("max_pool_forward",),
+        "aten.max_pool2d_with_indices_backward.default": ("max_pool_backward",),
+        str(_batch_norm): ("batch_norm_collect_statistics", "batch_norm_transform"),
+        "aten.native_batch_norm_backward.default": ("batch_norm_backward",),
+    }
+    for name, kernels in traced.items():
+        measured = sum(row[2] for row in rows if any(kernel in row[0] for kernel in kernels))
+        assert seconds[name] == pytest.approx(measured, rel=0.15), name
+
+
+def _add_norm(builder: ProgramBuilder, shape: tuple[int, ...]) -> None:
+    """Calls of a norm of a whole image, and of its derivative."""
+    image, out = builder.port("source", f"x{shape}", shape), builder.slot(shape)
+    mean, deviation = (builder.slot((shape[1],), torch.float32) for _ in range(2))
+    builder.call_measured(_batch_norm, (image, None, None, 1e-5), (out, mean, deviation), peak_bytes=0, flops=0)
+    arguments = (out, image, None, None, None, mean, deviation, True, 1e-5, [True, False, False])
+    builder.call_many(aten.native_batch_norm_backward.default, arguments, (builder.slot(shape), None, None))
 
 
 def test_pools_interpolation_and_copies_of_columns_take_their_elements() -> None:
@@ -207,7 +241,7 @@ def test_copies_of_columns_take_longer_than_copies_of_rows() -> None:
 def test_small_strips_leave_multiprocessors_idle() -> None:
     """One wave of tiles takes as long as a fraction of it."""
     few, many = (_seconds(_IDEAL, [nn.Conv2d(512, 512, 3, padding=1, bias=False)], size, 512) for size in (16, 64))
-    assert few > 3 * many * (16 / 64) ** 2
+    assert few > 2.5 * many * (16 / 64) ** 2
 
 
 def test_the_host_counts_if_it_takes_longer() -> None:

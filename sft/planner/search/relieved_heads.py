@@ -23,7 +23,7 @@ from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.problem import PlanningProblem
 from sft.planner.search.idle_values import IdleGap, idle_gaps
 from sft.planner.search.separate_reductions import separate_reductions
-from sft.planner.search.tiled_head import TiledHeadRecompute, TiledHeadRecomputePlan
+from sft.planner.search.tiled_head import TiledHeadRecompute, TiledHeadRecomputePlan, head_and_tail_peaks
 from sft.runtime.moves import LOSS_OP, ScheduleOp, SegmentSchedule, default_schedule
 
 __all__ = ["relieved_head_plans"]
@@ -58,7 +58,7 @@ def relieved_head_plans(
             yield from fitting
             if not plans:  # the values can be neither recomputed nor copied
                 continue
-            head_bytes, tail_bytes = (min(peaks) for peaks in zip(*map(relief.peaks, plans), strict=True))
+            head_bytes, tail_bytes = (min(peaks) for peaks in zip(*map(head_and_tail_peaks, plans), strict=True))
             estimate = proposal.head_peak_bytes
             head_error = max(head_error, head_bytes - estimate)
             head_room_bytes = room_bytes * min(1.0, estimate / max(1.0, head_bytes)) if is_ratio else room_bytes - head_error
@@ -95,13 +95,6 @@ class _Relief:
         if self._gaps and may_copy:
             schedules.append(self._with_copies([*self._gaps.values()], {}))
         return [materialize(self._problem, self._choices, order) for order in schedules] if self._gaps else [self._base]
-
-    def peaks(self, plan: ProjectedPlan) -> tuple[float, float]:
-        """Peak while the segments of the head run, and while those of the tail do."""
-        records = [record for record in plan.projection.op_records if record.move.kind in ("forward", "backward")]
-        tiled = {index for index, choice in enumerate(plan.choices) if choice.mode == "tiled"}
-        head, tail = ([float(r.peak_bytes) for r in records if (r.move.segment in tiled) is is_head] for is_head in (True, False))
-        return max(head, default=0.0), max(tail, default=0.0)
 
     def _writers(self, name: str) -> Iterator[int]:
         """The segment that makes a value, if it reads inputs of the model alone."""

@@ -19,6 +19,7 @@ from sft.planner.search.tiled_head import (
     TiledHeadOffload,
     TiledHeadOffloadPlan,
     TiledHeadRecompute,
+    head_and_tail_peaks,
     smallest_tail_schedule,
     smallest_tiled_head_offloads,
     tiled_head_offloads,
@@ -42,16 +43,26 @@ __all__ = [
 def cheapest_tiled_head(
     problem: PlanningProblem, heads: TiledHeadRecompute, room_bytes: int, worse_than: float
 ) -> tuple[float, ProjectedPlan] | None:
-    """The cheapest fitting plan with a tiled head and recomputed stages that costs less than ``worse_than``, with its cost."""
-    error, best = 0.0, None
+    """The cheapest fitting plan with a tiled head and recomputed stages that costs less than ``worse_than``, with its cost.
+
+    The exact projection of a proposal corrects the rooms of the next one: that of its tail by the difference, and that of its head by the
+    least ratio of an estimate to it. With one room for both, a head that does not fit is proposed again with one tail after the other.
+    """
+    tail_error, ratios, best = 0.0, list[float](), None
     for _ in range(problem.limits.max_projections):
-        proposal = heads.cheapest(room_bytes - error, worse_than if best is None else problem.limits.further_cost_share * best[0])
+        proposal = heads.cheapest(
+            room_bytes - tail_error,
+            worse_than if best is None else problem.limits.further_cost_share * best[0],
+            head_room_bytes=room_bytes * min(ratios, default=1.0),
+        )
         if proposal is None:
             break
         plan = materialize(problem, proposal.choices, proposal.order)
         if plan.projection.peak_bytes <= room_bytes:
             best = (proposal.cost, plan)
-        error += plan.projection.peak_bytes - room_bytes
+        head_bytes, tail_bytes = head_and_tail_peaks(plan)
+        ratios += [proposal.head_peak_bytes / head_bytes] if head_bytes else []
+        tail_error += max(tail_bytes, min(head_bytes, room_bytes)) - room_bytes
     return best
 
 

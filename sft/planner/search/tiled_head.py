@@ -28,6 +28,7 @@ import numpy as np
 
 from sft.common.array_types import FloatArray
 from sft.common.errors import BudgetError
+from sft.planner.materialize import ProjectedPlan
 from sft.planner.offload_moves import drop_idle_copies
 from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import segment_borders
@@ -48,6 +49,7 @@ __all__ = [
     "TiledHeadOffloadPlan",
     "TiledHeadRecompute",
     "TiledHeadRecomputePlan",
+    "head_and_tail_peaks",
     "smallest_tail_schedule",
     "smallest_tiled_head_offloads",
     "tiled_head_offloads",
@@ -360,6 +362,14 @@ class TiledHeadRecompute:
             read = {name for reads, _ in borders for name in reads}
             self._idle[grid, position] = tuple(sorted((made & read) - crossing, key=lambda name: (-sized.value_bytes(name), name)))
         return self._idle[grid, position]
+
+
+def head_and_tail_peaks(plan: ProjectedPlan) -> tuple[float, float]:
+    """Peak while the strips of a head run, and while untiled segments do."""
+    records = [record for record in plan.projection.op_records if record.move.kind in ("forward", "backward")]
+    tiled = {index for index, choice in enumerate(plan.choices) if choice.mode == "tiled"}
+    head, tail = ([float(r.peak_bytes) for r in records if (r.move.segment in tiled) is is_head] for is_head in (True, False))
+    return max(head, default=0.0), max(tail, default=0.0)
 
 
 def _argmin_index(table: FloatArray) -> tuple[int, int]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 from torch import Tensor, nn
 
 import sft
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.planner import plan_segments
+from sft.planner.search.auto import candidate_grids
+from sft.planner.search.staged import cheapest_tiled_head
+from sft.planner.search.tiled_head import TiledHeadRecompute
+from sft.planner.stages import StagedModel
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Residual, TinyUNet, image, seeded
 from tests.helpers.plans import least_budget
-from tests.helpers.stage_chains import deep
+from tests.helpers.stage_chains import deep, problem_of
 
 pytestmark = pytest.mark.usefixtures("without_proposals")
 
@@ -67,6 +74,18 @@ def test_a_tiled_head_with_recomputed_stages() -> None:
     assert "order" in plan.explain()
     report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False)
     assert report.plan.order
+
+
+@pytest.mark.parametrize("share", [0.36, 0.4, 0.44])
+def test_a_head_that_does_not_fit_is_left_for_a_lower_one(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the same head was proposed with tails of smaller and smaller rooms, and no plan fitted."""
+    problem, rates = problem_of(seeded(_MODELS["batchnorm"]), _SHAPE, monkeypatch), DeviceRates("cuda")
+    room_bytes = int(share * plan_segments(problem, 2**32, sft.Options(strategy="none")).projection.peak_bytes)
+    grids = [next(candidate_grids(problem, sft.Options(), rates))]
+    cheapest = cheapest_tiled_head(problem, TiledHeadRecompute(StagedModel(problem, rates), grids, room_bytes), room_bytes, math.inf)
+    assert cheapest is not None
+    assert cheapest[1].projection.peak_bytes <= room_bytes
+    assert cheapest[1].choices[0].mode == "tiled"
 
 
 class _TwoScales(nn.Module):

@@ -63,6 +63,9 @@ _Result = TypeVar("_Result")
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
 #: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
+#: The same as a share of the step. A smaller difference of estimates does not say which step is faster, and the time of recorded passes
+#: does not depend on the host.
+_UNRECORDED_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,7 @@ class PlanSearch:
         # The overhead of a plan says that its passes are recorded, the rates of its problem that they will be.
         rates = replace(rates, replays=rates.replays or projection.records_passes)
         seconds = project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
-        return seconds if rates.replays or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
+        return seconds if rates.replays or not self._is_for_gpu else (1 + _UNRECORDED_SHARE) * seconds + _UNRECORDED_SECONDS
 
     def _fit_overhead(
         self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem, Accepts], FittedPlan]

@@ -3,8 +3,8 @@
 The segment runs on full tensors, as in eager PyTorch. Its programs allocate all gradients themselves, as results; the caller's
 accumulators are not used.
 
-BatchNorm in training is one call (:mod:`sft.lower.whole_norms`). Next values of buffers are computed together
-(:mod:`sft.lower.buffer_updates`).
+BatchNorm in training is one call (:mod:`sft.lower.untiled.whole_norms`). Next values of buffers are computed together
+(:mod:`sft.lower.untiled.buffer_updates`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import Node
 from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
-from sft.lower.buffer_updates import copy_buffers, emit_updates, find_updates
 from sft.lower.context import GradContribution, NodeContext, SegmentInfo
 from sft.lower.grad_accumulation import contribution_slot, sum_contributions
 from sft.lower.lower_strip import StripLowering, apply_backend
 from sft.lower.program import Port, Program, Slot
 from sft.lower.redundant_copies import replace_redundant_copies
-from sft.lower.whole_norms import WholeBatchNormRule, find_whole_batch_norms
+from sft.lower.untiled.buffer_updates import copy_buffers, emit_updates, find_updates
+from sft.lower.untiled.whole_norms import WholeBatchNormRule, find_whole_batch_norms
 
 __all__ = ["WholeLowering", "lower_whole"]
 

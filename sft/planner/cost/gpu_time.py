@@ -38,7 +38,7 @@ from sft.lower.custom_ops.attention import fused_attention, fused_attention_back
 from sft.lower.custom_ops.statistics import affine_channels, channel_sums
 from sft.lower.custom_ops.windows import RowMajorCall
 from sft.lower.program import Instruction, Program, Slot, slots_of
-from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
+from sft.lower.untiled.whole_norms import BATCH_NORM_FUNCTIONS
 
 __all__ = ["ConvolutionRates", "GpuModel"]
 

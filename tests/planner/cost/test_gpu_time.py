@@ -15,7 +15,7 @@ from torch import nn
 from sft.lower.builder import ProgramBuilder
 from sft.lower.custom_ops.windows import RowMajorCall
 from sft.lower.program import Program
-from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
+from sft.lower.untiled.whole_norms import BATCH_NORM_FUNCTIONS
 from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.gpu_models import H100, H200
 from sft.planner.cost.gpu_time import GpuModel

@@ -9,8 +9,8 @@ calls are emitted together at the end of the forward program instead, and write 
     mean, var = running_mean(moments, mean), ...   copy_(out, ...), ...       update_running_statistics(outs, moments, statistics, momentum)
     count = num_batches + 1, ...                   copy_(out, ...), ...       update_counters(outs, counters, 1)
 
-On a GPU, a norm that is one call (:mod:`sft.lower.whole_norms`) updates copies of its statistics itself. These copies are made in one call
-at the start of the program.
+On a GPU, a norm that is one call (:mod:`sft.lower.untiled.whole_norms`) updates copies of its statistics itself. These copies are made in
+one call at the start of the program.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.lower.custom_ops.statistics import update_running_statistics
-from sft.lower.whole_norms import BATCH_NORM_FUNCTIONS
+from sft.lower.untiled.whole_norms import BATCH_NORM_FUNCTIONS
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import chain, image, seeded

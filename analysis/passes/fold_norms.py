@@ -29,7 +29,7 @@ from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops.table import CASTS
 from sft.analysis.passes.positional_rng import SEED_NAME
 
-__all__ = ["MAX_FOLDED_ELEMENTS", "fold_frozen_norms", "has_folded_norms"]
+__all__ = ["MAX_FOLDED_ELEMENTS", "fold_frozen_norms", "has_folded_norms", "name_of_bias"]
 
 #: Largest number of elements of a weight that is folded: 3 x 3 convolutions of up to 170 channels.
 MAX_FOLDED_ELEMENTS = 2**18
@@ -58,6 +58,11 @@ def fold_frozen_norms(graph: Graph) -> Graph:
 def has_folded_norms(graph: Graph) -> bool:
     """True if norms were folded in a graph."""
     return any(node.target == "sft.folded_weight" for node in graph.operators)
+
+
+def name_of_bias(weight: Node) -> str:
+    """Name of the folded bias that belongs to a folded weight."""
+    return f"{weight.name.removesuffix('weight')}bias"
 
 
 def _is_frozen_norm(node: Node) -> bool:

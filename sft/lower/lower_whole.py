@@ -4,7 +4,7 @@ The segment runs on full tensors, as in eager PyTorch. Its programs allocate all
 accumulators are not used.
 
 BatchNorm in training is one call (:mod:`sft.lower.untiled.whole_norms`). Next values of buffers are computed together
-(:mod:`sft.lower.untiled.buffer_updates`).
+(:mod:`sft.lower.untiled.buffer_updates`), and so are weights that frozen norms are folded into (:mod:`sft.lower.untiled.folded_norms`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from sft.analysis.ir.graph import Node
 from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
 from sft.lower.context import GradContribution, NodeContext, SegmentInfo
-from sft.lower.grad_accumulation import contribution_slot, sum_contributions
+from sft.lower.grad_accumulation import contribution_slot, sum_contributions, sum_global_gradients
 from sft.lower.lower_strip import StripLowering, apply_backend
 from sft.lower.program import Port, Program, Slot
 from sft.lower.redundant_copies import replace_redundant_copies
 from sft.lower.untiled.buffer_updates import copy_buffers, emit_updates, find_updates
+from sft.lower.untiled.folded_norms import FoldedNorms, find_folded_norms
 from sft.lower.untiled.whole_norms import WholeBatchNormRule, find_whole_batch_norms
 
 __all__ = ["WholeLowering", "lower_whole"]
@@ -60,6 +61,9 @@ class WholeLowering(StripLowering):
         self._affine_of_moments = {norm.moments: name for name, norm in norms.items()}
         self._updates = find_updates(scope, self._absorbed)
         self._grouped = frozenset(name for group in self._updates for name in group.operators)
+        groups = find_folded_norms(scope) if self.allocates_results else ()
+        self._folded: dict[str, FoldedNorms] = {name: group for group in groups for name in group.names}
+        self._folded_gradients: dict[str, list[GradContribution]] = {}
 
     def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
         """Emit all operators; next values of buffers together."""
@@ -82,8 +86,49 @@ class WholeLowering(StripLowering):
 
     def forward_of(self, name: str) -> None:
         """Emit one operator, unless it is grouped with others; a norm of one call is emitted in place of its moments."""
-        if name not in self._absorbed and name not in self._grouped:
+        if name in self._folded:
+            if name not in self.global_slots:
+                self._forward_folded(name, self._folded[name])
+        elif name not in self._absorbed and name not in self._grouped:
             super().forward_of(self._affine_of_moments.get(name, name))
+
+    def _forward_folded(self, name: str, group: FoldedNorms) -> None:
+        """Emit the folded weights and biases of a group in place of the first one."""
+        self._enter(name)
+        self.global_slots |= group.forward(self.builder, self._global_slot)
+        for result in group.names:
+            slot, out = self.global_slots[result], Port("out", result)
+            if result in self.scope.outputs and self.builder.ports.get(out) != slot:
+                self.builder.copy(self.builder.port(*out, slot.shape, slot.dtype), slot)
+
+    def backward_of(self, name: str, contributions: list[GradContribution]) -> list[tuple[str, GradContribution]]:
+        """Differentiate one operator; folded norms together, after the last one has its gradient."""
+        group = self._folded.get(name)
+        if group is None:
+            return super().backward_of(name, contributions)
+        self._folded_gradients[name] = contributions
+        if all(each in self._folded_gradients for each in group.names if each in self.scope.requires_grad):
+            self._enter(name)
+            gradients = {each: self._folded_gradient(each) for each in group.names}
+            known = {each: gradient for each, gradient in gradients.items() if gradient is not None}
+            group.backward(self.builder, self._global_slot, known, self._emit_folded_gradient)
+        return []
+
+    def _folded_gradient(self, name: str) -> Slot | None:
+        """The gradient of a folded weight or bias, if it has any."""
+        contributions, shape = self._folded_gradients.pop(name, []), self.scope.global_shape(name)
+        if name in self.scope.outputs and name in self.scope.requires_grad:
+            port = self.builder.port("grad_out", name, shape, self.scope.grad_dtype(name))
+            contributions = [*contributions, GradContribution(port, None, None, owned=False)]
+        return sum_global_gradients(self.builder, shape, contributions)[0] if contributions else None
+
+    def _emit_folded_gradient(self, name: str, gradient: Slot) -> None:
+        """Start the gradient of a parameter of a folded norm, or add to it."""
+        results = self.builder.results
+        if Port("grad_side", name) in results:
+            self.builder.add_into(results[Port("grad_side", name)], gradient)
+        else:
+            results[Port("grad_side", name)] = gradient
 
     def add_to_global_grad(self, ctx: NodeContext, name: str, term: GradContribution) -> None:
         """Add a contribution to the gradient of a global tensor from outside; the first one may become the accumulator."""

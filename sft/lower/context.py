@@ -133,6 +133,7 @@ class SegmentInfo:
         keeps_torch_layouts: True if images have the memory layout of eager PyTorch; otherwise all are channels last. For untiled segments
             only.
         row_major: global values with the rank of images that are row-major, or copied so, which untiled operators read without a copy.
+        channels_last_weights: parameters and folded weights from outside that are channels last: kernels need no copy of them.
         strided: global values of which the program has a slice that is not a contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
@@ -154,6 +155,7 @@ class SegmentInfo:
     per_sample: frozenset[str] = frozenset()
     full_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     row_major: frozenset[str] = frozenset()
+    channels_last_weights: frozenset[str] = frozenset()
     strided: frozenset[str] = frozenset()
     keeps_torch_layouts: bool = False
     backend: Backend | None = None

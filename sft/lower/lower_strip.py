@@ -72,7 +72,13 @@ def apply_backend(scope: SegmentInfo, builder: ProgramBuilder, num_forward: int 
     num_forward = builder.prune(num_forward)  # dead readers must not prevent a replacement
     # The library chooses the layout of strips, states and cuts; the caller that of outputs and their gradients.
     cuts = scope.streamed.difference(scope.graph.results)
-    names_by_role = {"source": scope.in_program_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
+    names_by_role = {
+        "source": scope.in_program_layout,
+        "side": scope.channels_last_weights,
+        "grad_carry": scope.streamed,
+        "out": cuts,
+        "grad_out": cuts,
+    }
     laid_out = [port for port in builder.ports if port.name in names_by_role.get(port.role, ())]
     return scope.backend.rewrite(builder, laid_out, training=bool(scope.requires_grad), num_forward=num_forward)
 

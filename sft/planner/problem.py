@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, refs_in
 from sft.common.weighted_lru import WeightedLRU
@@ -117,6 +118,12 @@ class PlanningProblem:
                     copied += math.prod(sized.shapes[weight])
         return copied > touched
 
+    def images_in_layout(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of some images that are channels last: cuts, strips of sources, and inputs and outputs that are so for the caller."""
+        graph, in_layout = self.sized.graph, self.sized.channels_last | self.resources.from_source
+        outside = {*graph.inputs, *graph.outputs}
+        return frozenset(name for name in names if name in in_layout or name not in outside)
+
     def globals_in_layout(self, names: Iterable[str], *, tiled: bool) -> frozenset[str]:
         """Those of some global tensors that are in the memory layout in which the programs of a segment compute their gradients.
 
@@ -128,6 +135,17 @@ class PlanningProblem:
         if not tiled and self.keeps_torch_layouts:
             in_layout |= self._contiguous_weights_of_convolutions
         return frozenset(name for name in names if name in in_layout or sized.graph[name].kind == "operator")
+
+    def channels_last_weights(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of some global tensors that are channels last: resident parameters, and folded weights, whose buffers are cuts."""
+        sized, weights = self.sized, self.resources.weights
+        streamed = frozenset[str]() if weights is None else frozenset(weights.num_bytes)
+        parameters = sized.weights_in_layout - sized.row_major_weights - streamed
+        return frozenset(
+            name
+            for name in names
+            if len(sized.shapes[name]) in CHANNELS_LAST and (name in parameters or sized.graph[name].target == "sft.folded_weight")
+        )
 
     @cached_property
     def _contiguous_weights_of_convolutions(self) -> frozenset[str]:

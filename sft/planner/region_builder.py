@@ -191,7 +191,6 @@ def _build_segment(
     phases = problem.sized.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
-    inputs = set(problem.sized.graph.inputs)
     tiled = choice.mode == "tiled"
     full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
     scope = SegmentInfo(
@@ -203,16 +202,12 @@ def _build_segment(
         requires_grad=problem.sized.requires_grad,
         outputs=outputs,
         sources=sources,
-        in_program_layout=frozenset(
-            name
-            for name in sources
-            if name in problem.sized.channels_last | problem.resources.from_source
-            or (name not in inputs and name not in problem.sized.graph.outputs)
-        ).union(problem.globals_in_layout(sides, tiled=tiled)),
+        in_program_layout=problem.images_in_layout(sources) | problem.globals_in_layout(sides, tiled=tiled),
         batch=choice.batch_tile if tiled else problem.sized.num_batch,
         per_sample=problem.sized.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
         row_major=row_major if _takes_chunks(problem, choice) else frozenset(),
+        channels_last_weights=problem.channels_last_weights(sides),
         keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
         backend=problem.resources.backend,
         deterministic=problem.resources.deterministic,
@@ -361,7 +356,8 @@ def _chunk_key(scope: SegmentInfo) -> Hashable:
 
 
 def _name_sets(scope: SegmentInfo) -> tuple[frozenset[str], ...]:
-    return scope.streamed, scope.requires_grad, scope.in_program_layout, scope.per_sample, scope.row_major, scope.strided
+    layouts = (scope.in_program_layout, scope.row_major, scope.channels_last_weights, scope.strided)
+    return scope.streamed, scope.requires_grad, scope.per_sample, *layouts
 
 
 def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:

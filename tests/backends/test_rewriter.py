@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import sft
+from sft.analysis.passes.pipeline import run_passes
 from sft.backends import resolve
 from sft.backends.conv_calls import ConvolutionCall, DataGradientCall, PooledConvolutionCall, WeightGradientCall
 from sft.backends.kernel_call import kernel_call_of
@@ -144,6 +146,40 @@ def test_kernels_get_weights_channels_last() -> None:
             call = kernel_call_of(instruction.function)
             if isinstance(call, (ConvolutionCall, DataGradientCall, PooledConvolutionCall)):
                 assert instruction.arguments[3 if isinstance(call, PooledConvolutionCall) else 2] in copied
+
+
+def _copied_weights(programs: Iterable[Program]) -> set[str]:
+    """Global values of which programs make copies."""
+    return {
+        port.name
+        for program in programs
+        for port, slot in program.ports.items()
+        if port.role == "side" and any(i.function is torch.ops.aten.copy_.default and i.arguments[1] == slot for i in program.instructions)
+    }
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_weights_that_are_channels_last_are_not_copied(layout: torch.memory_format) -> None:
+    model = _block().to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks it
+    segment = _segment(problem_of(model, (1, 3, 32, 20), training=True), KernelBackend(selector=AlwaysKernel()))
+    assert "ConvolutionCall.run" in _calls(_programs(segment)[0])
+    assert len(_copied_weights(_programs(segment))) == (2 if layout is torch.contiguous_format else 0)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_folded_weights_are_not_copied(layout: torch.memory_format) -> None:
+    """Weights that frozen norms are folded into are written into cuts, which are channels last."""
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(*layers).eval().to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks it
+    problem = problem_of(model, (1, 3, 32, 20), training=True, passes=run_passes)
+    problem = with_resources(problem, backend=KernelBackend(selector=AlwaysKernel()))
+    folded, nodes = (tuple(name for name in problem.sized.operators if ("__" in name) is is_folded) for is_folded in (True, False))
+    choices = (SegmentChoice(nodes=folded, mode="whole"), SegmentChoice(nodes=nodes, mode="tiled", strip_rows=8, batch_tile=1))
+    prologue, segment = build_region(problem, choices).segments
+    assert isinstance(prologue, WholeSegment)
+    assert not prologue.self_allocated(True)  # otherwise its program would choose their layout
+    assert "ConvolutionCall.run" in _calls(_programs(segment)[0])
+    assert not _copied_weights(_programs(segment))
 
 
 def test_programs_are_data() -> None:

@@ -48,7 +48,9 @@ from sft.backends.pattern import MatchContext, Rewrite
 from sft.lower.custom_ops.statistics import (
     biased_var_mean,
     channel_sums,
+    channel_sums_bytes,
     channel_var_mean,
+    channel_var_mean_bytes,
 )
 from sft.lower.program import Instruction, Slot
 
@@ -62,10 +64,8 @@ __all__ = [
 aten = torch.ops.aten
 
 _MAX_ELEMENTS = 2**31 - 1
-#: Sums of the columns of a wide row, in double precision.
-_SUMMED_ROW_BYTES = 2**18
-#: Elements from which moments of wide rows are faster, and scratch bytes of them.
-_LEAST_MOMENT_ELEMENTS, _MOMENT_ROW_BYTES = 2**21, 2**20
+#: Elements from which moments of wide rows are faster.
+_LEAST_MOMENT_ELEMENTS = 2**21
 #: Dimension of the rows of an image.
 _ROWS = 2
 
@@ -237,7 +237,7 @@ def match_channel_sums(context: MatchContext) -> Iterator[Rewrite]:
         is_over_pixels = len(image.shape) in (4, 5) and list(dims) == [0, *range(2, len(image.shape))]
         if out is None or others or not is_over_pixels or len(out.shape) != 1 or not context.is_channels_last(image):
             continue
-        scratch_bytes = max(call.scratch_bytes, _SUMMED_ROW_BYTES)
+        scratch_bytes = max(call.scratch_bytes, channel_sums_bytes(image.shape, out.dtype))
         sums = Instruction(channel_sums, (image, out.dtype), {}, (out,), (), 0, out.num_bytes, scratch_bytes, call.owner)
         yield Rewrite(removed=frozenset((at,)), inserted={at: (sums,)})
 
@@ -256,7 +256,7 @@ def match_channel_moments(context: MatchContext) -> Iterator[Rewrite]:
         is_large = prod(image.shape) >= _LEAST_MOMENT_ELEMENTS
         if split.shape[1] != image.shape[1] or not is_large or not is_over_samples or not context.is_channels_last(image):
             continue
-        scratch_bytes = max(call.scratch_bytes, _MOMENT_ROW_BYTES)
+        scratch_bytes = max(call.scratch_bytes, channel_var_mean_bytes(image.shape, image.dtype))
         arguments = (image, variance.shape)
         moments = Instruction(channel_var_mean, arguments, {}, call.outputs, (), 0, call.num_bytes, scratch_bytes, call.owner)
         yield Rewrite(removed=frozenset((at,)), inserted={at: (moments,)})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sft.common.torch_internals import add_number, copy_tensors
+from sft.lower.custom_ops.row_reductions import row_moments, row_moments_bytes, sum_rows, sum_rows_bytes
 
 __all__ = [
     "affine",
@@ -21,7 +22,9 @@ __all__ = [
     "channel_norm",
     "channel_rms_norm",
     "channel_sums",
+    "channel_sums_bytes",
     "channel_var_mean",
+    "channel_var_mean_bytes",
     "contract_pixels",
     "folded_bias",
     "folded_weight",
@@ -43,10 +46,8 @@ __all__ = [
 
 aten = torch.ops.aten
 
-#: Elements of a row of which the columns are summed.
-_WIDE_ROW = 2**15
-#: Elements from which wide rows are faster.
-_LEAST_ELEMENTS = 2**22 + 1
+#: Elements from which sums by wide rows are faster, and take less memory.
+_LEAST_ELEMENTS = 2**21
 
 
 def moments(self: Tensor, groups: int, per_sample: bool, axes: int) -> Tensor:
@@ -197,21 +198,23 @@ def update_counters(targets: Sequence[Tensor], counters: Sequence[Tensor], amoun
 
 
 def channel_sums(self: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums over all dimensions but the channels, of images channels last.
+    """Sums over all dimensions but the channels, of images channels last, by wide rows if they have many elements.
 
-    ATen reduces a matrix of many rows and few columns slowly. Rows are taken together to a wide row: the sums of its columns are computed
-    first, and then added up for each channel. On an H200 the sums of 67 million elements of bfloat16 in 128 channels take 53 instead of 231
-    microseconds (``benchmarks/results/*-h200-gpu-rates.md``). Few elements are summed at once, as each call takes time on the host.
+    Few elements are summed at once, as each call takes time on the host.
     """
     channels = self.shape[1]
     rows = self.movedim(1, -1)
-    num_grouped = max(1, _WIDE_ROW // channels)
-    if not rows.is_contiguous() or rows.numel() < max(_LEAST_ELEMENTS, 2 * num_grouped * channels):
+    if not rows.is_contiguous() or rows.numel() < _LEAST_ELEMENTS:
         return self.sum([0, *range(2, self.dim())], dtype=dtype)
-    matrix, wide = rows.view(-1, channels), torch.promote_types(dtype, torch.float32)  # half precision would round each column
-    num_whole = len(matrix) // num_grouped * num_grouped
-    total = matrix[:num_whole].view(-1, num_grouped * channels).sum(0, dtype=wide).view(num_grouped, channels).sum(0)
-    return (total if num_whole == len(matrix) else total + matrix[num_whole:].sum(0, dtype=wide)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)  # half precision would round each column
+    return sum_rows(rows.view(-1, channels), wide).to(dtype)
+
+
+def channel_sums_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Most bytes that :func:`channel_sums` takes besides its result, for an image of this shape."""
+    wide, channels = torch.promote_types(dtype, torch.float32), shape[1]
+    rounded_bytes = channels * wide.itemsize if wide != dtype else 0
+    return sum_rows_bytes(math.prod(shape) // max(1, channels), channels, wide.itemsize) + rounded_bytes
 
 
 def biased_var_mean(self: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
@@ -220,30 +223,18 @@ def biased_var_mean(self: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def channel_var_mean(self: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Biased variance and mean of each channel, of images channels last.
-
-    As for :func:`channel_sums`, ATen's reduction of many rows and few columns is slow: 67 million elements of 64 channels, in six strips,
-    take 0.86 ms on an H200 (``benchmarks/results/2026-11-27-h200-gpu-kernels.md``). The moments of the columns of wide rows are merged with
-    the update of Chan, Golub and LeVeque (1983).
-    """
-    channels = self.shape[1]
+    """Biased variance and mean of each channel, of images channels last, by wide rows."""
     rows = self.movedim(1, -1)
-    num_grouped = max(1, _WIDE_ROW // channels)
-    if not rows.is_contiguous() or rows.numel() < 2 * num_grouped * channels:
+    if not rows.is_contiguous():
         variance, mean = torch.var_mean(self, [0, *range(2, self.dim())], correction=0)
-        return variance.view(shape), mean.view(shape)
-    matrix = rows.view(-1, channels)
-    num_whole = len(matrix) // num_grouped * num_grouped
-    variances, means = torch.var_mean(matrix[:num_whole].view(-1, num_grouped * channels), 0, correction=0)
-    spread, mean = torch.var_mean(means.view(num_grouped, channels), 0, correction=0)
-    variance = variances.view(num_grouped, channels).mean(0) + spread
-    if num_whole < len(matrix):
-        share = 1 - num_whole / len(matrix)
-        rest_variance, rest_mean = torch.var_mean(matrix[num_whole:], 0, correction=0)
-        delta = rest_mean - mean
-        mean = mean + share * delta
-        variance = (1 - share) * variance + share * (rest_variance + (1 - share) * delta.square())
+    else:
+        variance, mean = row_moments(rows.view(-1, self.shape[1]))
     return variance.view(shape), mean.view(shape)
+
+
+def channel_var_mean_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Most bytes that :func:`channel_var_mean` takes besides its results, for an image of this shape."""
+    return row_moments_bytes(math.prod(shape) // max(1, shape[1]), shape[1], dtype.itemsize)
 
 
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:

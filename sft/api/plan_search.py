@@ -66,6 +66,8 @@ _UNRECORDED_SECONDS = 5e-3
 #: The same as a share of the step. A smaller difference of estimates does not say which step is faster, and the time of recorded passes
 #: does not depend on the host.
 _UNRECORDED_SHARE = 0.01
+#: Share of the time without kernels, at most, that a plan takes with them if plans are searched with kernels, too.
+_SEARCHED_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,11 @@ class PlanSearch:
         return replace(self, known_seconds=math.inf)._fit_kernels(problem, backend, library)  # kernels may make any plan the fastest
 
     def _fit_kernels(self, problem: PlanningProblem, backend: Backend, library: Backend) -> FittedPlan:
-        """Find a plan that fits without optional kernels, and with them; the faster one of both."""
+        """Find a plan that fits without optional kernels, and with them; the faster one of both.
+
+        The search with kernels takes as long again, and tries their programs on the device. So it is made only if kernels change the times
+        of operators so much that another plan may be the fastest: interpolation takes a U-Net less time in strips than in panels then.
+        """
         try:
             fitted = self._fit_host(replace(problem, resources=replace(problem.resources, backend=library)))
         except BudgetError as library_error:
@@ -111,7 +117,15 @@ class PlanSearch:
             except BudgetError as error:
                 raise min(library_error, error, key=lambda each: each.needed_bytes) from None
         variant = self._with_kernels(fitted, backend)
-        return fitted if variant is None else min((fitted, variant), key=self._estimated_seconds)
+        best = fitted if variant is None else min((fitted, variant), key=self._estimated_seconds)
+        best_seconds = self._estimated_seconds(best)
+        if best_seconds > _SEARCHED_SHARE * self._estimated_seconds(fitted):
+            return best
+        try:
+            searched = replace(self, known_seconds=best_seconds)._fit_host(problem)
+        except (BudgetError, SlowerPlansError):
+            return best
+        return min((best, searched), key=self._estimated_seconds)
 
     def _with_kernels(self, fitted: FittedPlan, backend: Backend) -> FittedPlan | None:
         """The plan with the kernels of a backend; ``None`` if it does not fit, or its passes cannot be recorded any more."""

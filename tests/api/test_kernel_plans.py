@@ -91,15 +91,15 @@ def _step(name: str) -> dict[str, Any]:
     ids=["vgg16", "untiled training", "training", "u-net", "u-net in less"],
 )
 def test_modelled_steps_take_the_measured_time(monkeypatch: pytest.MonkeyPatch, name: str, budget: str, step_name: str) -> None:
-    """Within 20 %, and as a multiple of the untiled plan within 20 % of the multiple of eager PyTorch's step."""
+    """Within 25 %, and as a multiple of the untiled plan within 25 % of the multiple of eager PyTorch's step."""
     rates, step = _measured()[1], _step(step_name)
     monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
     monkeypatch.setattr(problem_builder, "backend_for", lambda *_: _LIBRARY)
     plan = sft.plan(_network(name), (1, 3, 2048, 2048), budget=budget, device="cuda")
     untiled = sft.plan(_network(name), (1, 3, 2048, 2048), budget="4TiB", device="cuda", options=sft.Options(strategy="none"))
     measured, eager = step["seconds"][1], step["plain_seconds"][1]
-    assert 1 / 1.2 < plan.estimated_seconds / measured < 1.2
-    assert 1 / 1.2 < (plan.estimated_seconds / untiled.estimated_seconds) / (measured / eager) < 1.2
+    assert 1 / 1.25 < plan.estimated_seconds / measured < 1.25
+    assert 1 / 1.25 < (plan.estimated_seconds / untiled.estimated_seconds) / (measured / eager) < 1.25
 
 
 @pytest.mark.parametrize(("scale", "length", "uploads"), [(2.0, 32, False), (None, 64, False), (3.0, 48, True), (None, 17, True)])

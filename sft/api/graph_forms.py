@@ -8,18 +8,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from sft.api.capture_cache import CaptureCache, CapturedModel, SpecializedModel
 from sft.api.problem_builder import build_problem
 from sft.api.settings import PlanningRequest
+from sft.common.errors import BudgetError
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.plan import Plan
 from sft.planner.problem import PlanningProblem
 
-__all__ = ["GraphForm", "GraphForms"]
+__all__ = ["GraphForm", "GraphForms", "first_fitting"]
+
+_Case = TypeVar("_Case")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +110,18 @@ class GraphForms:
         form = GraphForm(specialized=specialized, problem=build_problem(self._request, specialized, self._shared))
         self._made.append(form)
         return form
+
+
+def first_fitting(fit: Callable[[_Case], _Result], cases: Iterable[_Case]) -> _Result:
+    """The result of the first case that fits.
+
+    Raises:
+        BudgetError: none fits; the error of the case that needs least.
+    """
+    errors: list[BudgetError] = []
+    for case in cases:
+        try:
+            return fit(case)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.needed_bytes)

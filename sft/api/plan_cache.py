@@ -19,9 +19,9 @@ from sft.analysis.frontend.submodule_hooks import check_hook_kinds
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
 from sft.api.capture_cache import CaptureCache
-from sft.api.graph_forms import GraphForm, GraphForms
+from sft.api.graph_forms import GraphForm, GraphForms, first_fitting
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
-from sft.api.plan_search import PlanSearch, first_fitting
+from sft.api.plan_search import PlanSearch
 from sft.api.settings import CompileSettings, PlanningRequest
 from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError

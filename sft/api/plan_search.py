@@ -23,17 +23,17 @@ smallest one is tried, too: the error names its bytes with the overhead, and a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from sft.analysis.frontend.capture import tensor_attribute
+from sft.api.graph_forms import first_fitting
 from sft.api.settings import PlanningRequest
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
@@ -56,10 +56,8 @@ from sft.torch_runtime.pass_settings import pass_settings
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
-__all__ = ["PlanSearch", "first_fitting", "overhead_estimator"]
+__all__ = ["PlanSearch", "overhead_estimator"]
 
-_Case = TypeVar("_Case")
-_Result = TypeVar("_Result")
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
 #: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
@@ -441,18 +439,3 @@ def overhead_estimator(
         is_training=problem.sized.training,
         cuda_graphs=cuda_graphs,
     )
-
-
-def first_fitting(fit: Callable[[_Case], _Result], cases: Iterable[_Case]) -> _Result:
-    """The result of the first case that fits.
-
-    Raises:
-        BudgetError: none fits; the error of the case that needs least.
-    """
-    errors: list[BudgetError] = []
-    for case in cases:
-        try:
-            return fit(case)
-        except BudgetError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.needed_bytes)

@@ -339,11 +339,12 @@ def _following_concat(context: MatchContext, resize: _ResizePass) -> _Concat | N
     else:
         return None
     spans = [()] * len(slots) if spans is None else spans
-    index = [slot.number for slot in slots].index(value.number)
-    is_range = dim == _CHANNELS and not spans[index] and sum(slot.number == value.number for slot in slots) == 1
-    if not is_range or {slot.dtype for slot in slots} != {out.dtype} or not context.is_channels_last(out) or out.root == resize.x.root:
+    positions = [position for position, slot in enumerate(slots) if slot.number == value.number]
+    if len(positions) != 1 or dim != _CHANNELS or spans[positions[0]]:
+        return None
+    if {slot.dtype for slot in slots} != {out.dtype} or not context.is_channels_last(out) or out.root == resize.x.root:
         return None
     if not def_use.can_move_to([*resize.positions, at], at):
         return None
-    slices = tuple(tuple(each) for each in spans)
+    slices, index = tuple(tuple(each) for each in spans), positions[0]
     return _Concat(at=at, call=call, out=out, is_made=bool(call.outputs), slots=tuple(slots), spans=slices, index=index)

@@ -2,7 +2,8 @@
 
 With measured kernels (``Options(backend="auto")``) a plan is searched for with PyTorch's operators alone. Its decisions are then lowered
 with kernels (:meth:`FittedPlan.with_backend`), and the faster of both plans runs. So kernels never make a plan slower by the time model,
-and only one plan's kernels are compiled and tried for their workspaces.
+and most often only one plan's kernels are compiled and tried for their workspaces. A search with kernels follows where these take much
+less time.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def _following_concat(context: MatchContext, resize: _ResizePass) -> _Concat | N
     elif call.function is aten.cat.out:
         (slots, dim), out = call.arguments, call.keywords["out"]
     elif call.function is aten.cat.default:
-        (slots, dim), (out,) = call.arguments, call.outputs
+        (slots, dim, *_), (out,) = (*call.arguments, 0), call.outputs
     else:
         return None
     spans = [()] * len(slots) if spans is None else spans

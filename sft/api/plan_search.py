@@ -2,7 +2,7 @@
 
 :class:`PlanSearch` nests searches. Each varies one property of the problem and calls the next::
 
-    fit                 kernels: PyTorch's operators alone, then the same plan with measured kernels, whichever is faster
+    fit                 kernels: PyTorch's operators alone, the same plan with measured kernels, and plans for kernels if these save much
     _fit_host           host memory: without a limit, then with that of the machine
     _fit_recordings     passes: recorded as CUDA graphs or not, whichever is faster
     _fit_overhead       room: the budget minus what the device takes in addition to tensors (on a GPU)

@@ -13,7 +13,7 @@ from torch import nn
 
 import sft
 from sft.analysis.ir.ops.resize_matrix import AxisResampling
-from sft.api import problem_builder, settings
+from sft.api import plan_search, problem_builder, settings
 from sft.backends.autotune.table import KernelTable, TableSelector
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.resize import ResizeCall
@@ -70,6 +70,21 @@ def test_kernels_make_no_plan_slower(monkeypatch: pytest.MonkeyPatch, name: str,
     if name == "u-net":  # interpolation is the larger share of its time
         assert _kernels(plan) and plan.replays_passes
         assert plan.estimated_seconds < 0.8 * plain.estimated_seconds
+
+
+def test_plans_are_searched_with_kernels_where_these_save_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's interpolation a U-Net in 700 MiB takes panels, with kernels strips over all columns."""
+    table, rates = _measured()
+    monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
+    backend = replace(_LIBRARY, selector=TableSelector(table=table), computes_operands=False)
+    monkeypatch.setattr(problem_builder, "backend_for", lambda *_: backend)
+    plans = []
+    for share in (plan_search._SEARCHED_SHARE, 0.0):
+        monkeypatch.setattr(plan_search, "_SEARCHED_SHARE", share)
+        plans.append(sft.plan(_network("u-net"), (1, 3, 2048, 2048), budget="700MiB", device="cuda"))
+    searched, same = plans
+    assert searched.estimated_seconds < 0.9 * same.estimated_seconds
+    assert searched.projected_reserved_bytes <= parse_bytes("700MiB") and searched.replays_passes
 
 
 def _step(name: str) -> dict[str, Any]:

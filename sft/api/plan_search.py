@@ -23,7 +23,7 @@ smallest one is tried, too: the error names its bytes with the overhead, and a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
 from sft.planner.measured.fitted_plan import FittedPlan
+from sft.planner.measured.lower_strips import with_lower_strips
 from sft.planner.measured.overhead_search import Accepts, OverheadSearch, SlowerPlansError
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
@@ -117,7 +118,8 @@ class PlanSearch:
         variant = self._with_kernels(fitted, backend)
         best = fitted if variant is None else min((fitted, variant), key=self._estimated_seconds)
         best_seconds = self._estimated_seconds(best)
-        if best_seconds > _SEARCHED_SHARE * self._estimated_seconds(fitted):
+        # Copies to the host hide what kernels save: a plan without them may be faster.
+        if best_seconds > _SEARCHED_SHARE * self._estimated_seconds(fitted) and not best.projected.projection.host_bytes:
             return best
         try:
             searched = replace(self, known_seconds=best_seconds)._fit_host(problem)
@@ -224,8 +226,15 @@ class PlanSearch:
             with_overhead=partial(self._with_overhead, estimator),
             seconds=self._estimated_seconds,
             known_seconds=self.known_seconds,
+            neighbours=self._neighbours,
         )
         return search.run(problem, estimator.least_bytes(problem))
+
+    def _neighbours(self, fitted: FittedPlan) -> Iterator[FittedPlan]:
+        """The plan in lower strips, where the user determines neither strips nor the plan."""
+        settings = self.request.settings
+        if settings.options.is_automatic and settings.options.tile is None and settings.plan is None:
+            yield from with_lower_strips(fitted)
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""

@@ -99,6 +99,11 @@ class SearchLimits:
     Tiled heads on a GPU:
         num_idle_values: numbers of the largest values between the segments of a tiled head that are tried off the device while the tail
             runs.
+
+    Split runs on a GPU:
+        split_flops: runs are cut where the resolution changes only if all other plans compute more than this multiple of plain PyTorch's
+            FLOPs. Split runs compute 4/3 of them, and halos.
+        split_seconds: the same for estimated seconds.
     """
 
     max_projections: int = 8
@@ -165,6 +170,9 @@ class SearchLimits:
     transferred_room_share: float = 0.75
 
     num_idle_values: tuple[int, ...] = (1, 2, 4)
+
+    split_flops: float = 1.3
+    split_seconds: float = 1.5
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

@@ -23,6 +23,7 @@ from sft.common.byte_units import parse_bytes
 from sft.common.dataclass_json import dataclass_from_dict
 from sft.lower.rules.resampled_range import ResampledRange
 from sft.planner.cost.gpu_time import GpuModel
+from sft.planner.search import auto
 
 _RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 _LIBRARY = KernelBackend(selector=None, fusion_device=FusionDevice(None))
@@ -79,12 +80,20 @@ def test_plans_are_searched_with_kernels_where_these_save_much(monkeypatch: pyte
     backend = replace(_LIBRARY, selector=TableSelector(table=table), computes_operands=False)
     monkeypatch.setattr(problem_builder, "backend_for", lambda *_: backend)
     plans = []
+    monkeypatch.setattr(auto, "split_run_plans", lambda *_: ())
     for share in (plan_search._SEARCHED_SHARE, 0.0):
         monkeypatch.setattr(plan_search, "_SEARCHED_SHARE", share)
         plans.append(sft.plan(_network("u-net"), (1, 3, 2048, 2048), budget="700MiB", device="cuda"))
     searched, same = plans
     assert searched.estimated_seconds < 0.9 * same.estimated_seconds
     assert searched.projected_reserved_bytes <= parse_bytes("700MiB") and searched.replays_passes
+
+
+def test_plans_are_searched_with_kernels_where_copies_hide_what_these_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's interpolation a U-Net in 700 MiB is split, and copies its skips; with kernels a plan without copies is faster."""
+    plan, plain = _plans(monkeypatch, "u-net", 2048, "700MiB")
+    assert plain.host_bytes and not plan.host_bytes
+    assert plan.estimated_seconds < 0.75 * plain.estimated_seconds
 
 
 def _step(name: str) -> dict[str, Any]:
@@ -110,6 +119,7 @@ def test_modelled_steps_take_the_measured_time(monkeypatch: pytest.MonkeyPatch, 
     rates, step = _measured()[1], _step(step_name)
     monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
     monkeypatch.setattr(problem_builder, "backend_for", lambda *_: _LIBRARY)
+    monkeypatch.setattr(auto, "split_run_plans", lambda *_: ())  # the measured plans are older
     plan = sft.plan(_network(name), (1, 3, 2048, 2048), budget=budget, device="cuda")
     untiled = sft.plan(_network(name), (1, 3, 2048, 2048), budget="4TiB", device="cuda", options=sft.Options(strategy="none"))
     measured, eager = step["seconds"][1], step["plain_seconds"][1]

@@ -25,7 +25,7 @@ def _newest() -> dict[str, dict[str, Any]]:
 
 
 #: Cases that are planned in more than eight seconds.
-_SLOW = (2, 8, 10, 15, 16)
+_SLOW = (2, 8, 10, 11, 15, 16)
 
 
 @pytest.mark.parametrize("number", [pytest.param(number, marks=[pytest.mark.slow] * (number in _SLOW)) for number in range(17)])

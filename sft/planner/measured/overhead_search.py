@@ -9,13 +9,16 @@ faster plan. Nothing is simulated then.
 
 A room between that of a plan that fits and the last one without any may have a faster plan, so two such rooms are tried.
 
+A plan that does not fit by little has neighbours: variants that take little longer, and whose tensors may fit into segments better
+(:mod:`sft.planner.measured.lower_strips`). They are tried where no plan of a search is nearly as fast and fits.
+
 In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from sft.common.errors import BudgetError
@@ -36,6 +39,11 @@ _ROOM_STEPS = 32
 _NUM_REFINEMENTS = 2
 #: A plan is taken if it takes at most this multiple of the time of the fastest plan that fits by its projection alone.
 _NEAR_FASTEST = 1.1
+#: Neighbours are tried of so many plans of a search, the fastest ones that need at most this multiple of the budget.
+_NUM_WITH_NEIGHBOURS = 2
+_NEARLY_FITS = 1.12
+#: A neighbour must take at most this share of the time of the best plan that fits.
+_FASTER_SHARE = 0.995
 
 
 class SlowerPlansError(Exception):
@@ -53,6 +61,7 @@ class OverheadSearch:
         with_overhead: adds the overhead to the projection of a plan.
         seconds: estimated seconds of a plan, to compare plans by.
         known_seconds: seconds of a plan of another search; slower plans are of no use.
+        neighbours: variants of a plan that may need less memory, fastest first.
     """
 
     budget_bytes: int
@@ -60,9 +69,11 @@ class OverheadSearch:
     with_overhead: Callable[[FittedPlan], FittedPlan]
     seconds: Callable[[FittedPlan], float]
     known_seconds: float = math.inf
+    neighbours: Callable[[FittedPlan], Iterable[FittedPlan]] = lambda _: ()
     _measured: dict[int, tuple[ProjectedPlan, FittedPlan]] = field(default_factory=dict)  # by id; the reference keeps it unique
     _seen: list[FittedPlan] = field(default_factory=list)
     _limit_seconds: float = math.inf
+    _tried: set[int] = field(default_factory=set)  # ids of the measured plans whose neighbours were tried
 
     def run(self, problem: PlanningProblem, overhead_bytes: int) -> FittedPlan:
         """Find a plan.
@@ -93,11 +104,14 @@ class OverheadSearch:
                     return self._smallest(error)
                 raise
             fastest = self._seen[0] if self._seen else fitted
+            new_plans = [each for _, each in [*self._measured.values()][num_measured:] if not self._fits(each)] or [fastest]
+            near_seconds = _NEAR_FASTEST * self.seconds(fastest)
             if self._fits(fitted):
                 best = fitted if best is None else min(best, fitted, key=self.seconds)
-                if self.seconds(best) <= _NEAR_FASTEST * self.seconds(fastest):
-                    return self._refined(problem, best, refused_bytes, overhead_bytes)
-            new_plans = [each for _, each in [*self._measured.values()][num_measured:] if not self._fits(each)] or [fastest]
+            if best is None or _FASTER_SHARE * self.seconds(best) > self.seconds(fastest):
+                best = self._neighbour(limit_seconds if best is None else min(limit_seconds, self.seconds(best))) or best
+            if best is not None and self.seconds(best) <= near_seconds:
+                return self._refined(problem, best, refused_bytes, overhead_bytes)
             refused_bytes = overhead_bytes
             least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
             step_bytes = max(overhead_bytes // 8 + 1, (self.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
@@ -112,6 +126,21 @@ class OverheadSearch:
         self._seen.clear()
         self._limit_seconds = limit_seconds
         return self._measure(self.fit(problem.with_overhead(overhead_bytes), self._fits_measured))
+
+    def _neighbour(self, known_seconds: float) -> FittedPlan | None:
+        """The first neighbour of the fastest plans of a search that fits, if it is faster than a known plan."""
+        nearly = [each for each in self._seen if not self._fits(each) and each.needed_bytes <= _NEARLY_FITS * self.budget_bytes]
+        for plan in nearly[:_NUM_WITH_NEIGHBOURS]:
+            if id(plan.projected) in self._tried:
+                continue
+            self._tried.add(id(plan.projected))
+            for neighbour in self.neighbours(plan):
+                if self.seconds(neighbour) > _FASTER_SHARE * known_seconds:
+                    break
+                measured = self._measure(neighbour)
+                if self._fits(measured):
+                    return measured
+        return None
 
     def _refined(self, problem: PlanningProblem, best: FittedPlan, refused_bytes: int, overhead_bytes: int) -> FittedPlan:
         """The fastest plan of a few rooms between the last one whose plans did not fit and the one of a plan that fits."""

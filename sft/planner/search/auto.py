@@ -27,6 +27,7 @@ from sft.planner.search.independent_tiles import cheaper_tile_plans, smallest_ti
 from sft.planner.search.relieved_heads import relieved_head_plans
 from sft.planner.search.samples import SamplePlans
 from sft.planner.search.separate_reductions import with_separate_reductions
+from sft.planner.search.split_runs import split_run_plans
 from sft.planner.search.staged import (
     cheapest_tiled_head,
     offloaded_plans,
@@ -88,6 +89,8 @@ class AutoSearch:
         if all(plan.projection.host_bytes for _, plan in fitting):
             heads = self._tiled_heads([*self._streaming_grids(self._known_grids)], room_bytes)
             yield from relieved_head_plans(self._problem, heads, room_bytes, (0,)) if heads else ()
+        if self._may_split and not self._is_near_plain([plan for _, plan in fitting]):
+            yield from split_run_plans(self._problem, room_bytes)
         if not fitting:
             return
         for grid, candidate in cheapest_by_height(self._problem, room_bytes, self._options, self._rates):
@@ -100,6 +103,23 @@ class AutoSearch:
         """True if the options do not determine the segments, and weights are not loaded for each of them."""
         resources = self._problem.resources
         return self._may_tile and self._problem.sized.training and resources.weights is None and not resources.host_outputs
+
+    @property
+    def _may_split(self) -> bool:
+        """True if runs may be cut, and cuts pass through the host."""
+        resources = self._problem.resources
+        return self._may_tile and resources.host_budget_bytes != 0 and resources.weights is None and not resources.host_outputs
+
+    def _is_near_plain(self, plans: Sequence[ProjectedPlan]) -> bool:
+        """True if one of these plans computes little again, or takes little longer than plain PyTorch."""
+        programs, limits = plain_programs(self._problem), self._problem.limits
+        plain_flops = sum(program.flops for program in programs)
+        if any(plan.projection.flops <= limits.split_flops * plain_flops for plan in plans):
+            return True
+        rates = self._problem.resources.rates
+        longest = limits.split_seconds * sum(map(rates.seconds, programs))
+        timelines = (project_timeline(self._problem, plan.choices, plan.projection, rates) for plan in plans)
+        return any(timeline.estimated_seconds <= longest for timeline in timelines)
 
     def smallest(self, room_bytes: float = math.inf) -> ProjectedPlan | None:
         """The plan with the smallest peak that this search knows.

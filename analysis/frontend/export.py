@@ -53,7 +53,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Rows of the patch table that hold while the exporter decomposes a program, and while it traces one.
 _DECOMPOSITION_PATCHES = (
     *("stack_traces", "tracer_stack_traces", "mode_stacks", "node_metadata", "generated_code", "composite_operators"),
-    *("rnn_state_shapes", "bincount_dtype", "pooling_sizes", "buffer_hooks"),
+    *("composite_kernels", "rnn_state_shapes", "bincount_dtype", "pooling_sizes", "buffer_hooks"),
 )
 _EXPORT_PATCHES = (
     *_DECOMPOSITION_PATCHES,

@@ -1,4 +1,4 @@
-"""Contexts that switch settings of torch and Python during a capture; :mod:`sft.analysis.frontend.torch_patches` lists them.
+"""Contexts that switch settings and tables of torch and Python during a capture; :mod:`sft.analysis.frontend.torch_patches` lists them.
 
 Each context sets back what it has switched. Settings of the whole process hold for other threads as well.
 """
@@ -13,7 +13,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,15 +21,16 @@ from unittest import mock
 import torch
 from torch import nn
 
-from sft.analysis.frontend.replacement_functions import bincount_with_dtype, pointwise_shapes
+from sft.analysis.frontend.replacement_functions import bincount_with_dtype, norm_shapes, pointwise_shapes
 
 __all__ = [
     "muted_output",
     "needs_deterministic_sums",
     "quiet_loggers",
+    "remembered_kernels",
     "restored_buffer_hooks",
     "with_bincount_dtypes",
-    "with_pointwise_shapes",
+    "with_shape_kernels",
     "without_deterministic_algorithms",
     "without_global_module_hooks",
     "without_mode_stacks",
@@ -135,18 +136,57 @@ _POINTWISE = (
 
 
 @contextmanager
-def with_pointwise_shapes() -> Iterator[None]:
-    """Give pointwise functions kernels on fake tensors of symbolic sizes that do no arithmetic."""
+def with_shape_kernels() -> Iterator[None]:
+    """Give pointwise functions and norms kernels on fake tensors of symbolic sizes that do no arithmetic."""
     kernels = pkgutil.resolve_name("torch._subclasses.fake_impls").get_fast_op_impls()
     decompositions = pkgutil.resolve_name("torch._decomp").decomposition_table
-    operators = [getattr(torch.ops.aten, name).default for name in _POINTWISE]
-    added = [operator for operator in operators if operator in decompositions and operator not in kernels]
-    kernels.update({operator: pointwise_shapes(decompositions[operator]) for operator in added})
+    makers = {
+        **{getattr(torch.ops.aten, name).default: pointwise_shapes for name in _POINTWISE},
+        **dict.fromkeys((torch.ops.aten.native_group_norm.default, torch.ops.aten.native_layer_norm.default), norm_shapes),
+    }
+    added = [operator for operator in makers if operator in decompositions and operator not in kernels]
+    kernels.update({operator: makers[operator](decompositions[operator]) for operator in added})
     try:
         yield
     finally:
         for operator in added:
             kernels.pop(operator, None)
+
+
+#: By composite operator: the rule that keeps it whole, its kernels outside and inside of the exporter's context, and that on fake tensors.
+_COMPOSITE_KERNELS: dict[Any, tuple[Callable[..., Any], dict[Any, Any], dict[Any, Any], Callable[..., Any]]] = {}
+
+
+def remembered_kernels(override: Callable[..., Any]) -> Callable[..., Any]:
+    """The context in which the exporter keeps composite operators whole, with the kernels that it made for them the first time."""
+
+    @contextmanager
+    def kept_whole(rules: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+        fake = pkgutil.resolve_name("torch._subclasses.fake_impls").op_implementations_dict
+        known = {op: _COMPOSITE_KERNELS[op] for op in rules if op in _COMPOSITE_KERNELS and op not in fake}
+        known = {op: kept for op, kept in known.items() if kept[0] is rules[op] and kept[1] == op.py_kernels}
+        others = {op: rule for op, rule in rules.items() if op not in known}
+        before = {op: dict(op.py_kernels) for op in others if op not in fake}
+        with override(others):
+            for op, kernels in before.items():
+                _COMPOSITE_KERNELS[op] = others[op], kernels, dict(op.py_kernels), fake[op]
+            try:
+                for op, (_, _, kernels, fake_kernel) in known.items():
+                    _set_kernels(op, kernels)
+                    fake[op] = fake_kernel
+                yield
+            finally:
+                for op, (_, kernels, _, _) in known.items():
+                    _set_kernels(op, kernels)
+                    fake.pop(op, None)
+
+    return kept_whole
+
+
+def _set_kernels(operator: Any, kernels: Mapping[Any, Any]) -> None:
+    operator.py_kernels.clear()
+    operator.py_kernels.update(kernels)
+    operator._dispatch_cache.clear()
 
 
 class _MutedStream:

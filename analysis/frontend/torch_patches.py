@@ -100,8 +100,7 @@ _parameter_names = functools.lru_cache(maxsize=256)(lambda function: tuple(inspe
 
 
 def _release(version: str) -> tuple[int, ...]:
-    major, minor, *_ = version.split(".")
-    return int(major), int(minor)
+    return tuple(map(int, version.split(".")[:2]))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -122,11 +121,7 @@ MODE_SWITCHES = (
     *(f"set_grad_enabled.{method}" for method in ("__init__", "__enter__", "__exit__")),
 )
 
-_SWITCH_PARAMETERS = {
-    "__init__": ("self", "mode"),
-    "__enter__": ("self",),
-    "__exit__": ("self", "exc_type", "exc_value", "traceback"),
-}
+_SWITCH_PARAMETERS = {"__init__": ("self", "mode"), "__enter__": ("self",), "__exit__": ("self", "exc_type", "exc_value", "traceback")}
 
 _MODE_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled")
 
@@ -170,9 +165,7 @@ PATCHES: dict[str, Patch] = {
     "rnn_state_shapes": Patch(
         target="torch._decomp.decompositions._rnn_helper",
         until="2.13",
-        parameters=(
-            *("input", "hidden", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first", "layer_fn"),
-        ),
+        parameters=("input", "hidden", "params", "has_biases", "num_layers", "dropout", "train", "..."),
         why="The decomposition of LSTMs returns states of each layer as [1, N, H].",
         without="What follows the states of an LSTM is captured with a dimension too many.",
         replacement=functions.rnn_state_shapes,
@@ -248,9 +241,9 @@ PATCHES: dict[str, Patch] = {
     ),
     "pointwise_shapes": Patch(
         target="torch._subclasses.fake_impls.get_fast_op_impls",
-        why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice, with proofs about their shapes.",
+        why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice with proofs about shapes; a norm is a dozen of these.",
         without="A quarter more time for capturing a U-Net, together with interpolation by its decomposition.",
-        switch=switches.with_pointwise_shapes,
+        switch=switches.with_shape_kernels,
     ),
     **{
         f"upsample_{kind}_shapes": Patch(
@@ -310,6 +303,13 @@ PATCHES: dict[str, Patch] = {
         why="Each decomposition of a program looks up a thousand composite operators, again for each of two dozen namespaces.",
         without="A capture whose program is decomposed takes some 20 milliseconds more.",
         replacement=functions.first_call_only,
+    ),
+    "composite_kernels": Patch(
+        target="torch.export.exported_program._override_composite_implicit_decomp",
+        parameters=("cia_ops_to_callable",),
+        why="Each decomposition makes eleven thousand kernels that keep composite operators whole: functions of the operator alone.",
+        without="A capture whose program is decomposed takes some 90 milliseconds more.",
+        replacement=switches.remembered_kernels,
     ),
     "ranges_of_sizes": Patch(
         target="torch.fx.experimental.symbolic_shapes.DimConstraints.solve",

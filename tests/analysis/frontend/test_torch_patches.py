@@ -458,6 +458,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "fake_tensor_cache": lambda: _is_switched(lambda: bool(torch._dynamo.config.fake_tensor_cache_enabled), "fake_tensor_cache"),
     "generated_code": lambda: _export_calls("torch.fx.graph.Graph.python_code", nn.ReLU()),
     "composite_operators": lambda: _export_calls("torch._export.utils._materialize_cpp_cia_ops", nn.ReLU(), times=2, is_decomposed=True),
+    "composite_kernels": lambda: _export_calls("torch._ops.OperatorBase.py_impl", nn.ReLU(), times=5000, is_decomposed=True),
     "ranges_of_sizes": lambda: _export_calls("sympy.solvers.inequalities.reduce_inequalities", nn.Conv2d(3, 4, 3)),
     "mode_stacks": lambda: _is_switched(lambda: bool(FakeTensorMode()._stack_trace), "mode_stacks"),
     "buffer_hooks": _failed_exports_leave_a_hook,

@@ -1,4 +1,4 @@
-"""Work of the exporter that a capture leaves out: Python code of graphs, lists of operators, ranges of sizes, Python stacks of modes."""
+"""Work of the exporter that a capture leaves out: code of graphs, lists and kernels of operators, ranges of sizes, stacks of modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sft.analysis.frontend.capture import Capture, capture
 from tests.helpers.capture_cache import numbered
 from tests.helpers.torch_patches import skip_patch
 
-_ROWS = ("generated_code", "composite_operators", "ranges_of_sizes", "mode_stacks")
+_ROWS = ("generated_code", "composite_operators", "composite_kernels", "ranges_of_sizes", "mode_stacks")
 
 
 class _Strips(nn.Module):
@@ -88,6 +88,31 @@ def test_composite_operators_are_looked_up_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(functions, "_materialize_cpp_cia_ops", counted)
     assert _captured(_Written()).graph.operators
     assert len(calls) == 1
+
+
+def test_kernels_of_composite_operators_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _captured(_Written())
+    owner = importlib.import_module("torch._ops").OperatorBase
+    fake_kernels = importlib.import_module("torch._subclasses.fake_impls").op_implementations_dict
+    linear = torch.ops.aten.linear.default
+    before = dict(linear.py_kernels), dict(fake_kernels)
+    register, registered = owner.py_impl, []
+
+    def counted(self: Any, k: Any) -> Any:
+        registered.append((self, k))
+        return register(self, k)
+
+    monkeypatch.setattr(owner, "py_impl", counted)
+    assert numbered(_captured(_Written()).graph) == numbered(expected.graph)
+    assert not registered
+    assert (linear.py_kernels, fake_kernels) == before
+
+    # Kernels of another context are made anew.
+    linear.py_kernels[torch._C.DispatchKey.PreDispatch] = linear
+    assert numbered(_captured(_Written()).graph) == numbered(expected.graph)
+    assert {operator for operator, _ in registered} == {linear}
+    assert linear.py_kernels.pop(torch._C.DispatchKey.PreDispatch) is linear
+    assert (linear.py_kernels, fake_kernels) == before
 
 
 def test_ranges_of_sizes_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ class BudgetRecord:
         return median(self.seconds)
 
 
-def _build(case: BudgetCase) -> tuple[nn.Module, Tensor]:
+def build_case(case: BudgetCase) -> tuple[nn.Module, Tensor]:
+    """The network of a case and its image."""
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
     body, x = NETWORKS[case.network](load_models()), torch.randn(1, 3, case.size_px, case.size_px)
@@ -85,7 +86,7 @@ def plan_ladder(case: BudgetCase, num_budgets: int, from_least: float) -> list[t
         num_budgets: length of the sequence.
         from_least: its first budget, over the smallest one; the last is that of the untiled step.
     """
-    body, x = _build(case)
+    body, x = build_case(case)
     shape = tuple(x.shape)
     untiled = sft.plan(body, shape, budget=2**50, options=sft.Options(strategy="none")).total_bytes
     try:
@@ -108,7 +109,7 @@ def _ladder_of(question: tuple[BudgetCase, int, float]) -> list[tuple[int, PlanN
 
 def start_budget(case: BudgetCase) -> Steps:
     """Build a case for timing and take its first step."""
-    body, x = _build(case)
+    body, x = build_case(case)
     net: Any = body
     if case.budget_bytes is not None:
         net = sft.compile(body, tuple(x.shape), budget=case.budget_bytes)

@@ -9,31 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_targets import measured_gpu
 from torch import nn
 
 import sft
 from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.api import plan_search, problem_builder, settings
-from sft.backends.autotune.table import KernelTable, TableSelector
+from sft.backends.autotune.table import TableSelector
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.resize import ResizeCall
 from sft.backends.rewriter import KernelBackend
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.common.byte_units import parse_bytes
-from sft.common.dataclass_json import dataclass_from_dict
 from sft.lower.rules.resampled_range import ResampledRange
-from sft.planner.cost.gpu_time import GpuModel
 from sft.planner.search import auto
 
 _RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 _LIBRARY = KernelBackend(selector=None, fusion_device=FusionDevice(None))
-
-
-def _measured() -> tuple[KernelTable, GpuModel]:
-    """The table of kernels and the rates that ``python -m sft tune`` measured."""
-    result = json.loads((_RESULTS / "2026-11-28-h200-gpu-table.json").read_text(encoding="utf-8"))
-    rates = {name: value for name, value in result["rates"].items() if name != "format"}
-    return KernelTable.from_json(json.dumps(result["table"])), dataclass_from_dict(GpuModel, rates)
 
 
 def _network(name: str) -> nn.Module:
@@ -44,7 +36,7 @@ def _network(name: str) -> nn.Module:
 
 def _plans(monkeypatch: pytest.MonkeyPatch, name: str, size_px: int, budget: str) -> tuple[sft.Plan, sft.Plan]:
     """Plans of a training step on an H200 with the measured kernels, and without."""
-    table, rates = _measured()
+    table, rates = measured_gpu()
     monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
     plans = []
     for backend in (replace(_LIBRARY, selector=TableSelector(table=table, allows_tf32=True)), _LIBRARY):
@@ -75,7 +67,7 @@ def test_kernels_make_no_plan_slower(monkeypatch: pytest.MonkeyPatch, name: str,
 
 def test_plans_are_searched_with_kernels_where_these_save_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PyTorch's interpolation a U-Net in 700 MiB takes panels, with kernels strips over all columns."""
-    table, rates = _measured()
+    table, rates = measured_gpu()
     monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
     backend = replace(_LIBRARY, selector=TableSelector(table=table), computes_operands=False)
     monkeypatch.setattr(problem_builder, "backend_for", lambda *_: backend)
@@ -116,7 +108,7 @@ def _step(name: str) -> dict[str, Any]:
 )
 def test_modelled_steps_take_the_measured_time(monkeypatch: pytest.MonkeyPatch, name: str, budget: str, step_name: str) -> None:
     """Within 25 %, and as a multiple of the untiled plan within 25 % of the multiple of eager PyTorch's step."""
-    rates, step = _measured()[1], _step(step_name)
+    rates, step = measured_gpu()[1], _step(step_name)
     monkeypatch.setattr(settings, "planning_model", lambda *_: rates)
     monkeypatch.setattr(problem_builder, "backend_for", lambda *_: _LIBRARY)
     monkeypatch.setattr(auto, "split_run_plans", lambda *_: ())  # the measured plans are older

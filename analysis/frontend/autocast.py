@@ -187,7 +187,9 @@ def autocast_composites(device: torch.device) -> Iterator[None]:
             if _runs_in_float32(name, dtype, device):
                 replacements[name] = lambda function: functools.partial(_call_in_float32, function)
     # `forward` may switch autocast itself: these two kinds look at each call.
-    fused_lstms = frozenset(_HALF_DTYPES if device.type != "cpu" else filter(_has_half_lstm, _HALF_DTYPES))
+    fused_lstms = frozenset(
+        _HALF_DTYPES if device.type != "cpu" else (each for each in _HALF_DTYPES if _has_half_lstm(each, torch.backends.mkldnn.enabled))
+    )
     replacements["einsum"] = lambda function: functools.partial(_einsum, function, device.type)
     for name in RECURRENT_FUNCTIONS:
         fused = fused_lstms if name == "lstm" else frozenset(_HALF_DTYPES if device.type != "cpu" or name.startswith("rnn") else ())
@@ -313,8 +315,10 @@ def _recur_in_one_dtype(function: Callable[..., Any], device_type: str, fused: C
     return function(*pytree.tree_map(cast, arguments))
 
 
-def _has_half_lstm(dtype: torch.dtype) -> bool:
-    """True if an LSTM on the CPU is one call of oneDNN under autocast; it is not on processors without instructions of the dtype."""
+@functools.lru_cache(maxsize=8)
+def _has_half_lstm(dtype: torch.dtype, has_onednn: bool) -> bool:
+    """True if an LSTM on the CPU is one call of oneDNN under autocast; it is not on processors without instructions of the dtype, nor
+    where the caller has switched oneDNN off: a part of the key."""
     with disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", dtype):
         value, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
         weights = [torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4), torch.zeros(4)]

@@ -13,7 +13,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -76,14 +76,19 @@ def quiet_loggers() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+        _set_levels(loggers, [logging.CRITICAL for _ in loggers])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        _set_levels(loggers, levels)
+
+
+def _set_levels(loggers: Sequence[logging.Logger], levels: Sequence[int]) -> None:
+    """Set the levels of loggers. Only the last one by its method, which forgets what all loggers of the process know of levels."""
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.level = level
+    loggers[-1].setLevel(levels[-1])
 
 
 @contextmanager

@@ -84,8 +84,7 @@ class Patch:
         """Owner and attribute name of the target; ``None`` where this torch has no such function, or one of other parameters."""
         path, _, name = self.target.rpartition(".")
         try:
-            owner = pkgutil.resolve_name(path)
-            function = getattr(owner, name)
+            function = getattr(owner := _resolved(path), name)
         except (ImportError, AttributeError):
             return None
         if self.parameters is None:
@@ -96,6 +95,7 @@ class Patch:
         return (owner, name) if names == self.parameters else None
 
 
+_resolved = functools.lru_cache(maxsize=256)(pkgutil.resolve_name)
 _parameter_names = functools.lru_cache(maxsize=256)(lambda function: tuple(inspect.signature(function).parameters))
 
 

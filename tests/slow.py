@@ -155,6 +155,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_input_streaming_cost.py::test_a_budget_below_the_image": ("False", "True"),
     "test_input_streaming_cost.py::test_pages_that_were_read_are_released": ("CHW",),
     "test_instruction_counts.py::test_instructions_of_a_product": ("weight_grad-64-True-size5-60",),
+    "test_instruction_counts.py::test_instructions_of_three_channels": ("forward-window0-2300",),
     "test_integrations.py::test_torch_compile_without_graph_breaks_names_the_reason": ("method", "parent"),
     "test_interleaving.py::test_interleaved_rows_stream": ("wavelets",),
     "test_interleaving.py::test_other_sizes_than_the_captured_one": ("wavelets", "every third row"),

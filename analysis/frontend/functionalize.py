@@ -423,8 +423,8 @@ def _reshaping_view(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
         return aten.view.default, (node.args[0], node.args[1] if name == "aten.reshape.default" else list(node.meta["val"].shape))
     if name == "aten.expand_as.default":
         return aten.expand.default, (node.args[0], list(node.meta["val"].shape))
-    if name in ("aten.swapaxes.default", "aten.swapdims.default", "aten.mT.default"):
-        return aten.transpose.int, (*node.args, -2, -1)[:3]
+    if name in ("aten.swapaxes.default", "aten.swapdims.default"):
+        return aten.transpose.int, node.args
     if name == "aten.movedim.int":
         _, source, destination = _all_arguments(node)
         return aten.permute.default, (node.args[0], _moved_order(node.meta["val"].dim(), source, destination))

@@ -3,7 +3,7 @@
 Each function here but those of :data:`OTHER_FORMS` takes the original function and returns its replacement, which calls the original
 where it does not apply.
 
-*Shape functions* (pointwise functions, norms, interpolation, ``grid_sample``, LSTM states) take the place of decompositions. The
+*Shape functions* (pointwise functions, batch norm, interpolation, ``grid_sample``, LSTM states) take the place of decompositions. The
 exporter keeps these operators whole, and finds the shapes of their results by running their decomposition on fake tensors: a few to a
 hundred operations with symbolic sizes.
 """
@@ -38,7 +38,6 @@ __all__ = [
     "minmax_by_comparison",
     "no_stack_traces",
     "no_tensor_metadata",
-    "norm_shapes",
     "pointwise_shapes",
     "rnn_state_shapes",
     "rrelu_of_noise",
@@ -176,40 +175,6 @@ def pointwise_shapes(decomposition: Function) -> Function:
             return _empty_like(value)
 
     return kernel
-
-
-def norm_shapes(decomposition: Function) -> Function:
-    """The kernel of a layer norm or a group norm on fake tensors, without arithmetic: the normalized image, the mean and 1 / sigma."""
-
-    def kernel(mode: Any, *arguments: Any, **keywords: Any) -> Any:
-        with mode:
-            image, *others = arguments
-            shape = _statistics_shape(image, *others) if len(others) in (4, 7) and not keywords else None
-            # In half precision the dtype of the statistics depends on the device.
-            if shape is None or image.dtype not in (torch.float32, torch.float64) or not _is_visibly_contiguous(image):
-                return decomposition(*arguments, **keywords)
-            tensors = [each for each in others if isinstance(each, Tensor)]
-            if any((each.dtype, each.device) != (image.dtype, image.device) for each in tensors):
-                return decomposition(*arguments)
-            # Three distinct tensors: the exporter tells results apart by identity.
-            return tuple(torch.empty(each, dtype=image.dtype, device=image.device) for each in (image.shape, shape, shape))
-
-    return kernel
-
-
-def _statistics_shape(image: Tensor, *others: Any) -> tuple[Any, ...] | None:
-    """Shape of the means of a norm; ``None`` where its arguments do not fit each other visibly."""
-    if len(others) == 7:
-        weight, bias, samples, channels, _, groups, _ = others
-        first, expected, shape = 1, (channels,), (samples, groups)
-        fits = image.dim() > 2 and type(groups) is int and type(channels) is int and channels % groups == 0
-    else:
-        normalized, weight, bias, _ = others
-        first, expected = image.dim() - len(normalized), tuple(normalized)
-        fits, shape = 0 < first < image.dim(), (*image.shape[:first], *(1 for _ in expected))
-    sizes = image.shape[first : first + len(expected)]
-    known = fits and all(type(size) is int and size > 0 for size in (*sizes, *expected)) and tuple(sizes) == expected
-    return shape if known and all(each is None or tuple(each.shape) == expected for each in (weight, bias)) else None
 
 
 def upsample_shapes(decomposition: Function) -> Function:

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from sft.analysis.frontend.replacement_functions import bincount_with_dtype, norm_shapes, pointwise_shapes
+from sft.analysis.frontend.replacement_functions import bincount_with_dtype, pointwise_shapes
 
 __all__ = [
     "muted_output",
@@ -142,13 +142,10 @@ _POINTWISE = (
 
 @contextmanager
 def with_shape_kernels() -> Iterator[None]:
-    """Give pointwise functions and norms kernels on fake tensors of symbolic sizes that do no arithmetic."""
+    """Give pointwise functions kernels on fake tensors of symbolic sizes that do no arithmetic."""
     kernels = pkgutil.resolve_name("torch._subclasses.fake_impls").get_fast_op_impls()
     decompositions = pkgutil.resolve_name("torch._decomp").decomposition_table
-    makers = {
-        **{getattr(torch.ops.aten, name).default: pointwise_shapes for name in _POINTWISE},
-        **dict.fromkeys((torch.ops.aten.native_group_norm.default, torch.ops.aten.native_layer_norm.default), norm_shapes),
-    }
+    makers = {getattr(torch.ops.aten, name).default: pointwise_shapes for name in _POINTWISE}
     added = [operator for operator in makers if operator in decompositions and operator not in kernels]
     kernels.update({operator: makers[operator](decompositions[operator]) for operator in added})
     try:

@@ -241,7 +241,7 @@ PATCHES: dict[str, Patch] = {
     ),
     "pointwise_shapes": Patch(
         target="torch._subclasses.fake_impls.get_fast_op_impls",
-        why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice with proofs about shapes; a norm is a dozen of these.",
+        why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice, with proofs about their shapes.",
         without="A quarter more time for capturing a U-Net, together with interpolation by its decomposition.",
         switch=switches.with_shape_kernels,
     ),

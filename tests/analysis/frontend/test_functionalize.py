@@ -109,12 +109,7 @@ def _losses_of_values(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _turned(x: Tensor) -> tuple[Tensor, ...]:
-    return (
-        x.swapaxes(1, 2).relu().swapdims(0, 3),
-        x.flatten(2).reshape_as(x).relu(),
-        x.mT.relu(),
-        torch.broadcast_tensors(x, x[:, :1])[1].relu(),
-    )
+    return x.swapaxes(1, 2).relu().swapdims(0, 3), x.flatten(2).reshape_as(x).relu(), torch.broadcast_tensors(x, x[:, :1])[1].relu()
 
 
 def _attended(x: Tensor) -> tuple[Tensor, ...]:

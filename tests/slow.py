@@ -336,6 +336,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
+    "test_kernel_plans.py::test_plans_are_searched_with_kernels_where_these_save_much",
     "test_streamed_optimizer.py::test_a_file_resumes_with_another_plan",
     "test_proposals.py::test_the_budget_that_is_named_works_as_text",
     "test_proposals.py::test_host_memory_is_no_change_of_a_plan_without_it",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -40,3 +42,11 @@ def test_works_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_systems_own_call_runs() -> None:
     HeapTrimmer().note(TRIM_AFTER_BYTES)
+
+
+def test_a_threshold_of_the_environment_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = heap._find_malloc_trim.__wrapped__
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    assert (find() is None) == (not hasattr(ctypes.CDLL(None), "malloc_trim"))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1073741824")
+    assert find() is None

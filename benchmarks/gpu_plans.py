@@ -41,6 +41,11 @@ class Case:
         """Short name."""
         return f"{self.network}{' (frozen)' if self.frozen_norms else ''} {self.size_px} {self.budget}"
 
+    @property
+    def cells(self) -> list[str]:
+        """The first cells of a table's row: network, size, budget."""
+        return [f"{self.network}{', frozen norms' if self.frozen_norms else ''}", f"{self.size_px:,}²", self.budget]
+
 
 CASES = (
     Case(network="vgg16", size_px=2048, budget="1.2GiB"),
@@ -154,12 +159,8 @@ HEADERS = (
 
 def cells(result: Result) -> list[str]:
     """The row of the table."""
-    case = result.case
-    network = f"{case.network}{', frozen norms' if case.frozen_norms else ''}"
     return [
-        network,
-        f"{case.size_px:,}²",
-        case.budget,
+        *result.case.cells,
         f"{1e3 * result.seconds:.1f}",
         f"{result.seconds / result.plain_seconds:.2f}",
         f"{result.flops_ratio:.3f}",

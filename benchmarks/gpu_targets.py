@@ -96,11 +96,9 @@ HEADERS = ("network", "size", "budget", "untiled, ms", "PyTorch's operators, ms"
 
 def cells(ratios: Ratios) -> list[str]:
     """The row of the table."""
-    case, plain = ratios.case, ratios.plain_seconds
+    plain = ratios.plain_seconds
     return [
-        f"{case.network}{', frozen norms' if case.frozen_norms else ''}",
-        f"{case.size_px:,}²",
-        case.budget,
+        *ratios.case.cells,
         *(f"{1e3 * plain:.1f}", f"{1e3 * ratios.aten_seconds:.1f}", f"{ratios.aten_seconds / plain:.2f}"),
         *(f"{1e3 * ratios.kernel_seconds:.1f}", f"{ratios.kernel_seconds / plain:.2f}", f"{ratios.limit:.2f}"),
     ]

@@ -78,7 +78,7 @@ def measure(steps: StepRuns) -> Cost:
         system_seconds=system_seconds,
         faults=faults,
         peak_bytes=peak_rss_bytes() - before,
-        projected_bytes=None if plan is None else plan.total_bytes - plan.resident_bytes,
+        projected_bytes=None if plan is None else plan.projected_peak_bytes,
     )
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "remembered_kernels",
     "restored_buffer_hooks",
     "with_bincount_dtypes",
-    "with_shape_kernels",
+    "with_pointwise_shapes",
     "without_deterministic_algorithms",
     "without_global_module_hooks",
     "without_mode_stacks",
@@ -141,13 +141,13 @@ _POINTWISE = (
 
 
 @contextmanager
-def with_shape_kernels() -> Iterator[None]:
+def with_pointwise_shapes() -> Iterator[None]:
     """Give pointwise functions kernels on fake tensors of symbolic sizes that do no arithmetic."""
     kernels = pkgutil.resolve_name("torch._subclasses.fake_impls").get_fast_op_impls()
     decompositions = pkgutil.resolve_name("torch._decomp").decomposition_table
-    makers = {getattr(torch.ops.aten, name).default: pointwise_shapes for name in _POINTWISE}
-    added = [operator for operator in makers if operator in decompositions and operator not in kernels]
-    kernels.update({operator: makers[operator](decompositions[operator]) for operator in added})
+    operators = [getattr(torch.ops.aten, name).default for name in _POINTWISE]
+    added = [operator for operator in operators if operator in decompositions and operator not in kernels]
+    kernels.update({operator: pointwise_shapes(decompositions[operator]) for operator in added})
     try:
         yield
     finally:

@@ -122,7 +122,7 @@ MODE_SWITCHES = (
 )
 
 _SWITCH_PARAMETERS = {"__init__": ("self", "mode"), "__enter__": ("self",), "__exit__": ("self", "exc_type", "exc_value", "traceback")}
-
+_RNN_PARAMETERS = ("input", "hidden", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first", "layer_fn")
 _MODE_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled")
 
 PATCHES: dict[str, Patch] = {
@@ -165,7 +165,7 @@ PATCHES: dict[str, Patch] = {
     "rnn_state_shapes": Patch(
         target="torch._decomp.decompositions._rnn_helper",
         until="2.13",
-        parameters=("input", "hidden", "params", "has_biases", "num_layers", "dropout", "train", "..."),
+        parameters=_RNN_PARAMETERS,
         why="The decomposition of LSTMs returns states of each layer as [1, N, H].",
         without="What follows the states of an LSTM is captured with a dimension too many.",
         replacement=functions.rnn_state_shapes,
@@ -243,7 +243,7 @@ PATCHES: dict[str, Patch] = {
         target="torch._subclasses.fake_impls.get_fast_op_impls",
         why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice, with proofs about their shapes.",
         without="A quarter more time for capturing a U-Net, together with interpolation by its decomposition.",
-        switch=switches.with_shape_kernels,
+        switch=switches.with_pointwise_shapes,
     ),
     **{
         f"upsample_{kind}_shapes": Patch(

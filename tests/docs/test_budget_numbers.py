@@ -28,3 +28,23 @@ def test_times_over_budgets() -> None:
         plain = min(seconds for (budget, _), seconds in times.items() if budget is None)
         assert [least, most] == [f"{budget / 2**20:,.1f} MiB" for budget in (budgets[0], budgets[-1])]
         assert ratios == ", ".join(f"{times[budget, False] / plain:.2f}" for budget in budgets)
+
+
+def test_times_with_kept_pages() -> None:
+    path = max((_ROOT / "benchmarks" / "results").glob("*-cpu-page-faults.json"))
+    page = (_ROOT / "docs" / "benchmarks" / "speed.md").read_text()
+    section = page.partition("## Page faults")[2].partition("\n## ")[0]
+    assert f"benchmarks/results/{path.stem}.md" in section
+    results = json.loads(path.read_text())["results"]
+    costs = {(each["steps"]["case"]["network"], each["steps"]["case"]["budget_bytes"], each["steps"]["heap"]): each for each in results}
+    budgets = {", plain PyTorch": None, " in 600 MiB": 600 * 2**20, " in 3 GiB": 3 * 2**30}
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in section.splitlines() if " | " in line}
+    names = {f"{network}{text}": (network, budget) for network in ("U-Net", "VGG-like") for text, budget in budgets.items()}
+    stated = {name: cells for name, cells in rows.items() if name in names}
+    assert len(stated) == len(rows) - 2  # headers and rule
+    for name, cells in stated.items():
+        default, kept = (costs[*names[name], heap] for heap in ("default", "keeps pages"))
+        seconds = [f"{each['seconds']:.2f}" for each in (default, kept)]
+        assert cells == [*seconds, *(f"{each['peak_bytes'] / 2**20:,.0f}" for each in (default, kept))]
+    shares = [100 * each["system_seconds"] / each["seconds"] for each in results if each["steps"]["heap"] == "default"]
+    assert f"{min(shares):.0f} to {max(shares):.0f} %" in section

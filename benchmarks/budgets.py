@@ -126,7 +126,7 @@ def start_budget(case: BudgetCase) -> Steps:
 
 
 def time_records(records: Sequence[BudgetRecord], num_rounds: int, num_seconds: float) -> None:
-    """Rounds in which all cases take turns; each round begins with another case."""
+    """Rounds in which all cases take turns of two steps, of which the second counts; each round begins with another case."""
     deadline = time.monotonic() + num_seconds
     with ExitStack() as stack:
         workers = [stack.enter_context(StepWorker(record.case, start_budget)) for record in records]
@@ -134,6 +134,7 @@ def time_records(records: Sequence[BudgetRecord], num_rounds: int, num_seconds: 
             started = time.monotonic()
             for turn in range(len(records)):
                 index = (turn + number) % len(records)
+                workers[index].step()  # after other processes' turns: its pages come from the system, and from the host of a virtual machine
                 records[index].seconds.append(workers[index].step())
             if 2 * time.monotonic() - started > deadline:  # the next round would end later
                 break
@@ -184,7 +185,8 @@ def ladder_table(records: Sequence[BudgetRecord]) -> Table:
 
 
 _NOTES = """\
-One training step, batch 1, float32, norm statistics frozen. One process for each plan; the plans and plain PyTorch take turns. *x plain*:
+One training step, batch 1, float32, norm statistics frozen. One process for each plan; the plans and plain PyTorch take turns of two
+steps, of which the second one counts. *x plain*:
 over the faster one of plain PyTorch's two memory layouts. *x smaller budgets*: over the fastest step of a smaller budget."""
 
 

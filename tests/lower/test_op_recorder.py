@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sft.common.errors import InternalError
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS, statistics
-from sft.lower.joint_traces import JointTrace, SlotArg, TracedCall, trace_joint
+from sft.lower.joint_traces import JointTrace, SlotArg, TracedCall, resolve_target, trace_joint
 from sft.lower.op_recorder import ArgumentSpec, record_ops
 from sft.lower.program import DEVICE
 
@@ -97,7 +98,8 @@ def test_reading_a_tensor_from_outside_is_refused() -> None:
         trace_joint(lambda x: x * constant, [ArgumentSpec((4,), torch.float32, True)])
 
 
-_ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+#: Shapes of operands and options by target.
+_CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "sft.moment_mean": ([(2, 6, 3)], {"shape": (2, 6, 1, 1)}),
     "sft.variance": ([(2, 6, 3)], {"correction": 1.0, "shape": (2, 6)}),
     "sft.nth_root": ([(2, 6)], {"order": 3.0}),
@@ -108,23 +110,89 @@ _ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "sft.running_mean": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
     "sft.running_var": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
     "sft.inverse_sqrt": ([(2, 6)], {"eps": None, "dtype": "float32"}),
+    "sft.align_dims": ([(2, 3)], {"shape": (2, 3, 1, 1)}),
+    "sft.argmax": ([(1, 4, 3, 5)], {"axes": 2}),
+    "sft.assign_channels": ([(1, 4, 2, 6), (1, 2, 2, 6)], {"dim": 1, "start": 1, "stop": 3, "step": 1, "selects": False}),
+    "sft.axis_minmax": ([(2, 4, 7, 5)], {"largest": True, "reduced": (1,), "axes": 2}),
+    "sft.axis_sum": ([(2, 4, 3, 5)], {"reduced": (1,), "divides": True, "keepdim": False, "axes": 2}),
+    "sft.border_rows": ([(1, 4, 6, 5)], {"low": 2, "high": 1, "axes": 2}),
+    "sft.circular_pad": ([(1, 3, 6, 5), (1, 3, 3, 5)], {"low": 2, "high": 1, "axes": 2}),
+    "sft.constant_image": ([(1, 4, 2, 5)], {"channels": 4, "value": 0, "dtype": "float64", "axes": 2}),
+    "sft.contract_pixels": ([(1, 3, 10), (1, 5, 10)], {"left": ((), (1,)), "right": ((), (1,)), "shape": (3, 5), "axes": 1}),
+    "sft.expand_channels": ([(1, 4, 1, 3)], {"channels": (4, 2)}),
+    "sft.kernel_rows": ([(4, 2, 3, 5)], {}),
+    "sft.logsumexp": ([(1, 4, 3, 5)], {"axes": 2}),
+    "sft.minmax": ([(1, 4, 3, 5)], {"largest": False, "axes": 2}),
+    "sft.mix_channels": ([(1, 5, 1, 4), (1, 1, 3, 5, 1)], {"part": ((), (1,)), "channels": (3,), "axes": 2}),
+    "sft.moments": ([(2, 4, 3, 5)], {"groups": 2, "per_sample": True, "axes": 2}),
+    "sft.pad_channels": ([(1, 4, 2, 6)], {"dim": 1, "low": 2, "high": 1, "mode": "replicate"}),
+    "sft.pixel_shuffle": ([(1, 1, 3, 2, 2, 4)], {"rest": (1,), "places": ((2,), (3,)), "factors": (3, 2)}),
+    "sft.pixel_unshuffle": ([(1, 3, 2, 4)], {"factors": (2, 2)}),
+    "sft.rearrange": ([(1, 6, 4, 5)], {"split": (2, 3), "order": (1, 0), "shape": (3, 2), "axes": 2}),
+    "sft.restore_dims": ([(2, 6)], {"order": (1, 0), "shape": (6, 2, 1)}),
+    "sft.spatial_side_input": ([(3,), (1, 4, 3, 3)], {"split": (3, 1, 1, 1), "order": (1, 2, 0, 3), "axes": 2}),
+    "aten.adaptive_avg_pool2d.default": ([(2, 4, 9, 7)], {"output_size": (3, 2)}),
+    "aten.amax.default": ([(2, 3, 4)], {"dim": (2,), "keepdim": True}),
+    "aten.cat.default": ([(1, 2, 3), (1, 4, 3)], {"dim": 1}),
+    "aten.einsum.default": ([(2, 3, 4), (2, 4, 5)], {"equation": "nij,njk->nki"}),
+    "aten.expand.default": ([(1, 2, 1, 3)], {"size": (4, 2, 5, 3)}),
+    "aten.gelu.default": ([(1, 3, 4)], {"approximate": "tanh"}),
+    "aten.linear.default": ([(2, 3, 4), (5, 4), (5,)], {}),
+    "aten.matmul.default": ([(2, 3, 4), (4, 5)], {}),
+    "aten.pad.default": ([(1, 4, 5, 6)], {"pad": (1, 2, 0, 1), "mode": "reflect"}),
+    "aten.permute.default": ([(1, 2, 3, 4)], {"dims": (2, 0, 1, 3)}),
+    "aten.relu.default": ([(1, 3, 2)], {}),
+    "aten.repeat.default": ([(1, 2, 3)], {"repeats": (4, 1, 2)}),
+    "aten.sigmoid.default": ([(1, 2, 3)], {}),
+    "aten.stack.default": ([(1, 2, 3), (1, 2, 3)], {"dim": 1}),
+    "aten.tanh.default": ([(1, 2, 3)], {}),
+    "aten.unsqueeze.default": ([(2, 3)], {"dim": 1}),
+    "aten.view.default": ([(2, 6, 5)], {"size": (2, 30)}),
+    "aten.add.Tensor": ([(2, 3), (3,)], {"alpha": 2}),
+    "aten.div.Tensor": ([(2, 3), (2, 1)], {}),
+    "aten.mul.Tensor": ([(2, 3), (3,)], {}),
+    "aten.slice.Tensor": ([(4, 6)], {"dim": 1, "start": 1, "end": 5, "step": 2}),
+    "aten.sub.Tensor": ([(2, 3), (3,)], {}),
+    "aten.log_softmax.int": ([(1, 4, 2)], {"dim": 1}),
+    "aten.select.int": ([(1, 4, 2)], {"dim": 1, "index": 2}),
+    "aten.softmax.int": ([(1, 4, 2)], {"dim": -1}),
+    "aten.transpose.int": ([(1, 4, 2)], {"dim0": 1, "dim1": 2}),
+    "aten.mean.dim": ([(1, 4, 2)], {"dim": (1,), "keepdim": False}),
+    "aten.squeeze.dim": ([(2, 4, 1)], {"dim": -1}),
+    "aten.sum.dim_IntList": ([(2, 4, 3)], {"dim": (0, 2), "keepdim": True}),
+    "aten.upsample_bilinear2d.vec": ([(2, 3, 4, 5)], {"output_size": (8, 7), "align_corners": False, "scale_factors": None}),
+    "aten.upsample_nearest2d.vec": ([(2, 3, 4, 5)], {"output_size": None, "scale_factors": (2.0, 2.0)}),
 }
 
 
-@pytest.mark.parametrize("needs", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("target", sorted(BY_SHAPE))
-def test_functions_by_shape_call_the_same_on_any_device(target: str, dtype: torch.dtype, needs: bool) -> None:
-    shapes, options = _ARGUMENTS[target]
-    specs = [ArgumentSpec(shape, dtype, needs) for shape in shapes]
+def _function(target: str, options: dict[str, Any]) -> Callable[..., Tensor]:
+    """The function of a target with options; lists of tensors are positional arguments."""
+    if target in FUNCTIONS:
+        return partial(FUNCTIONS[target], **options)
+    overload = resolve_target(target)
+    if target == "aten.einsum.default":
+        return lambda *tensors: overload(options["equation"], tensors)
+    if target in ("aten.cat.default", "aten.stack.default"):
+        return lambda *tensors: overload(tensors, **options)
+    return partial(overload, **options)
 
-    def function(*tensors: Tensor) -> Tensor:
-        made: Tensor = FUNCTIONS[target](*tensors, **options)
-        return made
 
+@pytest.mark.parametrize("target", sorted(BY_SHAPE - {"sft.cross_entropy"}))
+def test_functions_by_shape_call_the_same_on_any_device(target: str) -> None:
+    shapes, options = _CALLS[target]
+    for dtype, needs in ((torch.float64, True), (torch.float32, True), (torch.bfloat16, True), (torch.float32, False)):
+        specs = [ArgumentSpec(shape, dtype, needs) for shape in shapes]
+        ours, expected = (trace_joint(_function(target, options), specs, by_shape=by_shape) for by_shape in (True, False))
+        assert ours == expected
+        assert ours.forward
+
+
+def test_a_cross_entropy_is_by_shape() -> None:
+    specs = [ArgumentSpec((2, 4, 3, 5), torch.float32, True), ArgumentSpec((2, 1, 3, 5), torch.int64)]
+    function = partial(FUNCTIONS["sft.cross_entropy"], weight=None, ignore_index=-100, label_smoothing=0.1)
     ours, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
     assert ours == expected
-    assert ours.forward
+    assert ours.forward and ours.backward
 
 
 def test_a_cumulative_average_is_by_shape() -> None:

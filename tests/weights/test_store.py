@@ -328,6 +328,7 @@ def test_the_second_process_is_refused_and_the_first_continues(tmp_path: Path, e
         holder.join()
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_a_killed_writer_has_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "w"
     store = DiskStore.create(path, _EQUAL, _fill)

@@ -134,7 +134,7 @@ def time_records(records: Sequence[BudgetRecord], num_rounds: int, num_seconds: 
             started = time.monotonic()
             for turn in range(len(records)):
                 index = (turn + number) % len(records)
-                workers[index].step()  # after other processes' turns: its pages come from the system, and from the host of a virtual machine
+                workers[index].step()  # the memory of the last turn went to the system, or to the host of a virtual machine
                 records[index].seconds.append(workers[index].step())
             if 2 * time.monotonic() - started > deadline:  # the next round would end later
                 break
@@ -185,9 +185,9 @@ def ladder_table(records: Sequence[BudgetRecord]) -> Table:
 
 
 _NOTES = """\
-One training step, batch 1, float32, norm statistics frozen. One process for each plan; the plans and plain PyTorch take turns of two
-steps, of which the second one counts. *x plain*:
-over the faster one of plain PyTorch's two memory layouts. *x smaller budgets*: over the fastest step of a smaller budget."""
+One training step, batch 1, float32, norm statistics frozen. One process for each plan; the plans and plain PyTorch take turns of two steps.
+The second one counts: it follows another one, as in training. *x plain*: over the faster one of plain PyTorch's two memory layouts. *x
+smaller budgets*: over the fastest step of a smaller budget."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -134,7 +134,7 @@ def time_records(records: Sequence[BudgetRecord], num_rounds: int, num_seconds: 
             started = time.monotonic()
             for turn in range(len(records)):
                 index = (turn + number) % len(records)
-                workers[index].step()  # the memory of the last turn went to the system, or to the host of a virtual machine
+                workers[index].step()  # the first one touches fresh memory: that of the last turn went back to the system
                 records[index].seconds.append(workers[index].step())
             if 2 * time.monotonic() - started > deadline:  # the next round would end later
                 break

@@ -16,7 +16,8 @@ def test_times_over_budgets() -> None:
     results = json.loads(path.read_text())["results"]
     section = page.partition("## Time over a ladder of budgets")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and " MiB | " in line]
-    assert rows
+    assert len(rows) == len({record["case"]["network"] for record in results})
+    slowest = 0.0
     for row in rows:
         network, least, most, ratios = (cell.strip() for cell in row.strip("|").split("|"))
         times = {
@@ -28,6 +29,9 @@ def test_times_over_budgets() -> None:
         plain = min(seconds for (budget, _), seconds in times.items() if budget is None)
         assert [least, most] == [f"{budget / 2**20:,.1f} MiB" for budget in (budgets[0], budgets[-1])]
         assert ratios == ", ".join(f"{times[budget, False] / plain:.2f}" for budget in budgets)
+        seconds = [times[budget, False] for budget in budgets]
+        slowest = max(slowest, *(later / min(seconds[:index]) for index, later in enumerate(seconds) if index))
+    assert f"No step takes more than {100 * slowest - 100:.0f} % longer than that of a smaller budget." in section
 
 
 def test_times_with_kept_pages() -> None:

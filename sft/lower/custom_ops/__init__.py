@@ -65,9 +65,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten.select_scatter.default": layouts.select_scatter,
 }
 
-#: Targets that make the same calls on every device: they are traced on meta tensors (:func:`sft.lower.op_recorder.record_ops`), in a fifth
-#: to a tenth of the time. Attention and recurrent layers have kernels of each device, and statistics of layer norms have types of each
-#: device; rare operators are not listed.
+#: Targets that make the same calls on every device: they are traced on meta tensors (:func:`sft.lower.op_recorder.record_ops`), which takes
+#: less time. Attention and recurrent layers have kernels of each device, and statistics of layer norms have types of each device; rare
+#: operators are not listed.
 BY_SHAPE = frozenset(
     {
         *(f"sft.{name}" for name in ("affine", "align_dims", "argmax", "assign_channels", "axis_minmax", "axis_sum", "border_rows")),
